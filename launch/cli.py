@@ -7,14 +7,16 @@ from typing import Annotated
 
 import typer
 
-from fastdeploy_cache.ipc.log_lines import set_up_log
 from fastdeploy_cache.launch import interrupts
-from fastdeploy_cache.launch.background.cli import LogFormat, LogLevel, background_app
+from fastdeploy_cache.launch.background.cli import background_app
+from fastdeploy_cache.launch.bench.options import LEAST_BYTES, ControlOptions, StorageOptions
 from fastdeploy_cache.launch.config_cli import config_app
 from fastdeploy_cache.launch.operating.cli import operating_app
+from fastdeploy_cache.launch.options import LogOptions, size_given, spread
 from fastdeploy_cache.launch.reference_engine.installed import check_installed
 from fastdeploy_cache.launch.server.library import check_library
-from fastdeploy_cache.launch.size_option import size_given
+from fastdeploy_cache.launch.server.options import RouteOptions, ServeOptions
+from fastdeploy_cache.launch.simulator.options import SimulateOptions
 from fastdeploy_cache.launch.storage.cli import storage_app
 
 app = typer.Typer(
@@ -42,25 +44,14 @@ engines_app = typer.Typer(
 )
 app.add_typer(engines_app, name="engines")
 
-_LEAST_BENCH_BYTES = 16 * 2**20
-
 Ranks = Annotated[int, typer.Option(help="Tensor-parallel ranks, one transfer process each: 1 or 3.")]
-AllowHost = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="A name that its ports may be asked under; can be repeated.")
-]
-ControlSocket = Annotated[
-    Path | None, typer.Option(help="Take the verbs of `control` at this unix socket, in a folder of mode 700.")
-]
 LogDir = Annotated[Path | None, typer.Option(help="Folder for one log per rank.")]
 TraceFile = Annotated[
     Path, typer.Argument(help="Request trace: JSON lines, gzip-compressed or not; or a flight recording.")
 ]
-GpuBlocks = Annotated[list[str], typer.Option(help="Blocks of the GPU tier: 4096, or 5% of the distinct blocks.")]
 IsReplay = Annotated[
     bool, typer.Option("--replay", help="Run a flight recording again, and compare. Status 4: it differs.")
 ]
-Findings = Annotated[Path | None, typer.Option(help="Also write the findings to this file; - is standard output.")]
-Speed = Annotated[float | None, typer.Option(min=1, help="How fast prompts are computed: also say the seconds saved.")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -99,87 +90,26 @@ def demo(
 
 
 @app.command(epilog="Example: fastdeploy-cache serve --port 8000 --storage /ssd/kv --set num_cpu_blocks=4096")
-def serve(
-    config: Annotated[Path | None, typer.Option(help="TOML file; `config sample` prints one.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="Short for --set transfer.tp_size=N: 1 or 3.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as num_gpu_blocks=256.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu, or gpu:N with paddlepaddle-gpu (all ranks on that GPU).")] = "cpu",
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the API; 0 takes a free one.")] = 8000,
-    metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of /metrics.")] = 9400,
-    storage: Annotated[Path | None, typer.Option(help="Folder of a store on disk, which outlives restarts.")] = None,
-    control_socket: ControlSocket = None,
-    role: Annotated[
-        str, typer.Option(help="prefill computes prompts for decode instances (see `route`); mixed does both alone.")
-    ] = "mixed",
-    on_receive_failure: Annotated[
-        str, typer.Option(help="Where offered blocks do not come: recompute the prompt, or fail the request.")
-    ] = "recompute",
-    allow_host: AllowHost = None,
-    log_dir: LogDir = None,
-    log_level: LogLevel = None,
-    log_format: LogFormat = None,
-) -> None:
+@spread
+def serve(options: ServeOptions, log: LogOptions) -> None:
     """Serve SmolLM2 over HTTP (POST /v1/chat/completions, /v1/completions) until SIGTERM or Ctrl-C."""
     check_installed()
     check_library()
     from fastdeploy_cache.launch.server.serve import serve as run
-    from fastdeploy_cache.launch.server.settings import device_settings
 
-    if role not in ("mixed", "prefill", "decode"):
-        raise typer.BadParameter(f"--role {role}; use mixed, prefill or decode")
-    if on_receive_failure not in ("recompute", "fail"):
-        raise typer.BadParameter(f"--on-receive-failure {on_receive_failure}; use recompute or fail")
-    set_up_log(log_level, log_format)
-    given = [*(settings or []), *([f"transfer.tp_size={ranks}"] if ranks is not None else [])]
-    given += [f"transfer.log_dir={log_dir}"] if log_dir is not None else []
-    given += device_settings(device, given)
-    run(
-        config,
-        given,
-        host=host,
-        port=port,
-        metrics_port=metrics_port,
-        storage_folder=storage,
-        control_socket=control_socket,
-        role=role,
-        recompute_not_received=on_receive_failure == "recompute",
-        allow_hosts=allow_host or [],
-    )
+    log.set_up()
+    run(options)
 
 
 @app.command(epilog="Example: fastdeploy-cache route --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000")
-def route(
-    decode: Annotated[list[str], typer.Option(help="URL of a decode instance; can be repeated.")],
-    prefill: Annotated[list[str] | None, typer.Option(help="URL of a prefill instance; can be repeated.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the API; 0 takes a free one.")] = 8000,
-    prefill_timeout: Annotated[
-        float, typer.Option(min=0.1, max=600, help="Seconds for a prefill instance's offer; then decode computes.")
-    ] = 10.0,
-    max_open_prefills: Annotated[
-        int, typer.Option(min=0, help="Chats of one client that prefill instances compute at a time; decode the rest.")
-    ] = 32,
-    allow_host: AllowHost = None,
-    log_level: LogLevel = None,
-    log_format: LogFormat = None,
-) -> None:
+@spread
+def route(options: RouteOptions, log: LogOptions) -> None:
     """Answer chats with prefill and decode instances (`serve --role ...`) until SIGTERM or Ctrl-C."""
     check_library()
     from fastdeploy_cache.launch.server.route import route as run
 
-    set_up_log(log_level, log_format)
-    run(
-        prefill or [],
-        decode,
-        host=host,
-        port=port,
-        prefill_seconds=prefill_timeout,
-        max_open_prefills=max_open_prefills,
-        allow_hosts=allow_host or [],
-    )
+    log.set_up()
+    run(options)
 
 
 @app.command(epilog="Example: fastdeploy-cache peer-keys keys")
@@ -209,79 +139,31 @@ def peer_secret(
 
 
 @app.command(epilog="Example: fastdeploy-cache simulate trace.jsonl.gz --gpu-blocks 1%,5% --policy lru,reuse")
-def simulate(
-    trace: TraceFile,
-    gpu_blocks: GpuBlocks = [],  # noqa: B006
-    replay: IsReplay = False,
-    trace_block_size: Annotated[int, typer.Option(min=1, help="Tokens that one hash id stands for.")] = 512,
-    block_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per cached block; the trace's block size, or a divisor.")
-    ] = None,
-    cpu_blocks: Annotated[list[str], typer.Option(help="Blocks of the CPU tier, likewise.")] = ["0"],  # noqa: B006
-    storage_blocks: Annotated[list[str], typer.Option(help="Blocks of a store below it, likewise.")] = ["0"],  # noqa: B006
-    policy: Annotated[list[str], typer.Option(help="Eviction policies.")] = ["lru"],  # noqa: B006
-    write_policy: Annotated[str, typer.Option(help="What the CPU tier is given: see cpu_write_policy.")] = "write_back",
-    storage_write_policy: Annotated[str, typer.Option(help="What the store is offered.")] = "write_through",
-    storage_admission: Annotated[str, typer.Option(help="What it takes of that: second_use, or all.")] = "second_use",
-    json: Findings = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw hit rate over capacity (PNG or SVG).")] = None,
-    bound: Annotated[bool, typer.Option(help="Find the clairvoyant bound as well.")] = True,
-    skip_bad: Annotated[bool, typer.Option(help="Leave bad lines out and count them.")] = False,
-    config: Annotated[Path | None, typer.Option(help="TOML file; with its layout sizes may be a rank's 80GiB.")] = None,
-    prefill_tokens_per_second: Speed = None,
-) -> None:
+@spread
+def simulate(trace: TraceFile, options: SimulateOptions, replay: IsReplay = False) -> int:
     """Replay a request trace: which hit rate would which capacity and policy have had?
 
     Options that take several values can be repeated or separated by commas: --gpu-blocks 1%,5%.
     """
-    from fastdeploy_cache.launch.simulator.command import SimulateOptions
     from fastdeploy_cache.launch.simulator.command import simulate as run
     from fastdeploy_cache.launch.simulator.replay_command import replay_recording
 
     if replay:
-        raise typer.Exit(replay_recording(trace, json))
-    options = SimulateOptions(
-        trace_block_size=trace_block_size,
-        block_size=block_size,
-        gpu_blocks=gpu_blocks,
-        cpu_blocks=cpu_blocks,
-        storage_blocks=storage_blocks,
-        policies=policy,
-        write_policy=write_policy,
-        storage_write_policy=storage_write_policy,
-        storage_admission=storage_admission,
-        json_file=json,
-        plot_file=plot,
-        bound=bound,
-        skip_bad=skip_bad,
-        config_file=config,
-        prefill_tokens_per_second=prefill_tokens_per_second,
-    )
+        return replay_recording(trace, options.json_file)
     run(trace, options)
+    return 0
 
 
 @bench_app.command(epilog="Example: fastdeploy-cache bench control --json control.json")
+@spread
 def control(
+    options: ControlOptions,
     json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Also serve the first 400 requests of this trace.")] = None,
-    trace_block_size: Annotated[int, typer.Option(min=1, help="Tokens that one hash id of it stands for.")] = 512,
-    repeats: Annotated[int, typer.Option(min=1, help="How often each workload is served; medians count.")] = 5,
-    scale_blocks: Annotated[
-        str, typer.Option(help="Pool sizes of at least 640, of full pools and worst calls; of two, also the ratio.")
-    ] = "10000,100000,1000000",
-    max_runs: Annotated[
-        int, typer.Option(min=1, help="Pools of more cached prompts are left out of the worst calls: they take long.")
-    ] = 250_000,
-    peer: Annotated[
-        str | None, typer.Option(help="vllm=FOLDER: beside vLLM's own manager; the folder holds its package.")
-    ] = None,
-) -> None:
+) -> bool:
     """What the engine's thread pays: verbs, steps, pauses, bytes, each beside a floor. Status 1: a figure missed."""
-    from fastdeploy_cache.launch.bench.control_command import ControlOptions
     from fastdeploy_cache.launch.bench.control_command import bench_control as run
 
-    options = ControlOptions(trace, trace_block_size, repeats, scale_blocks, max_runs, peer)
-    raise typer.Exit(0 if run(options, json) else 1)
+    return run(options, json)
 
 
 @bench_app.command(epilog="Example: fastdeploy-cache bench transfer --memory 256MiB")
@@ -297,7 +179,7 @@ def transfer(
     """What ranks reach: copy speed, round trips, rest, start, each beside its floor. Status 1: a figure missed."""
     if device not in ("cpu", "cuda"):
         raise typer.BadParameter(f"--device {device}; use cpu or cuda")
-    memory_bytes = size_given("--memory", memory, _LEAST_BENCH_BYTES)
+    memory_bytes = size_given("--memory", memory, LEAST_BYTES)
     if device == "cuda":
         from fastdeploy_cache.launch.bench.cuda_transfer_command import bench_cuda_transfer
 
@@ -308,36 +190,15 @@ def transfer(
 
 
 @bench_app.command(epilog="Example: fastdeploy-cache bench storage --folder /ssd/kv-bench")
+@spread
 def storage(
+    options: StorageOptions,
     json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
-    folder: Annotated[
-        Path | None, typer.Option(help="Where the file store is measured: a folder of the disk in question.")
-    ] = None,
-    server_url: Annotated[str | None, typer.Option(help="Also measure this Valkey server (it is filled).")] = None,
-    master_address: Annotated[
-        str | None, typer.Option(help="Also measure the Mooncake cluster of this master.")
-    ] = None,
-    memory: Annotated[str, typer.Option(metavar="SIZE", help="What is written and read in a round.")] = "256MiB",
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; medians count.")] = 5,
-    reopen: Annotated[
-        str, typer.Option(metavar="SIZE", help="Size of the folder that is opened again; 0: none.")
-    ] = "10GB",
-    model: Annotated[bool, typer.Option(help="Also load a prompt of the demo's model, and compute it.")] = True,
-) -> None:
+) -> bool:
     """What stores reach beside plain files, and what one costs that hangs. Status 1: a figure missed."""
-    from fastdeploy_cache.launch.bench.storage_command import StorageBench
     from fastdeploy_cache.launch.bench.storage_command import bench_storage as run
 
-    wanted = StorageBench(
-        folder=folder,
-        server_url=server_url,
-        master_address=master_address,
-        memory_bytes=size_given("--memory", memory, _LEAST_BENCH_BYTES),
-        repeats=repeats,
-        reopen_bytes=size_given("--reopen", reopen),
-        with_model=model,
-    )
-    raise typer.Exit(0 if run(wanted, json) else 1)
+    return run(options, json)
 
 
 @bench_app.command(epilog="Example: fastdeploy-cache bench peer --link shm")
@@ -352,7 +213,7 @@ def peer(
     """What links between instances reach beside plain copies and their libraries. Status 1: a figure missed."""
     from fastdeploy_cache.launch.bench.peer_command import bench_peer as run
 
-    raise typer.Exit(0 if run(json, repeats, size_given("--memory", memory, _LEAST_BENCH_BYTES), link) else 1)
+    raise typer.Exit(0 if run(json, repeats, size_given("--memory", memory, LEAST_BYTES), link) else 1)
 
 
 @engines_app.command(epilog="Example: fastdeploy-cache engines vllm --only-answers --json lane.json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,12 @@ def check_target(file: Path | None) -> None:
 
 
 def console_beside(file: Path | None, width: int) -> Console:
-    """Standard output, or standard error where the JSON goes to standard output; of this width at least."""
+    """Standard output, or standard error where the JSON goes to standard output; of this width at least.
+
+    Raises:
+        LaunchError: see `check_target`; it comes before the work.
+    """
+    check_target(file)
     console = Console(highlight=False, stderr=file == STANDARD_OUTPUT)
     console.width = max(console.width, width)
     return console
@@ -76,7 +81,9 @@ def _make_narrow(table: Table) -> None:
     table.box, table.pad_edge, table.padding = box.SIMPLE, False, (0, 0)
 
 
-def table_of(columns: Sequence[str], *, words: Collection[str] = (), is_narrow: bool = False) -> Table:
+def table_of(
+    columns: Sequence[str], rows: Iterable[Iterable[Any]] = (), *, words: Collection[str] = (), is_narrow: bool = False
+) -> Table:
     """A table whose columns hold numbers, which are never broken, but for those named in `words`.
 
     A narrow one has no lines between its columns.
@@ -89,6 +96,8 @@ def table_of(columns: Sequence[str], *, words: Collection[str] = (), is_narrow: 
             table.add_column(column, overflow="fold")
         else:
             table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else str(cell) for cell in row))
     return table
 
 

@@ -100,12 +100,17 @@ HOMES = {
     "tokenizers": {"launch/reference_engine/tokenizer.py"},
     "typer": {
         "launch/background/cli.py",
+        "launch/background/group_plan.py",
+        "launch/bench/options.py",
         "launch/cli.py",
         "launch/config_cli.py",
         "launch/operating/asking.py",
         "launch/operating/cli.py",
-        "launch/size_option.py",
+        "launch/options.py",
+        "launch/server/options.py",
+        "launch/simulator/options.py",
         "launch/storage/cli.py",
+        "launch/storage/place.py",
     },
     "rich": {
         "launch/demo/command.py",

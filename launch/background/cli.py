@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from fastdeploy_cache.config.sources import RUN_FOLDER_VARIABLE
-from fastdeploy_cache.ipc.log_lines import FORMAT_VARIABLE, LEVEL_VARIABLE, set_up_log
+from fastdeploy_cache.launch.background.group_plan import GroupPlan
 from fastdeploy_cache.launch.background.run_folder import RunFolder, default_run_folder
-
-if TYPE_CHECKING:
-    from fastdeploy_cache.launch.background.group_plan import GroupPlan
+from fastdeploy_cache.launch.options import LogOptions, spread
 
 background_app = typer.Typer()
 RunDir = Annotated[
@@ -22,13 +21,6 @@ RunDir = Annotated[
         envvar=RUN_FOLDER_VARIABLE, default_factory=default_run_folder, help="Folder of pid files, logs and sockets."
     ),
 ]
-LogLevel = Annotated[
-    str | None, typer.Option(help=f"debug, info, warning or error, of all processes; otherwise {LEVEL_VARIABLE}.")
-]
-LogFormat = Annotated[
-    str | None, typer.Option(help=f"text, or json for an object in each line; otherwise {FORMAT_VARIABLE}.")
-]
-AllowHost = Annotated[list[str] | None, typer.Option(metavar="NAME", help="As of `serve`; of all members.")]
 _GOES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -65,32 +57,25 @@ def stop(run_dir: RunDir) -> None:
 
 
 @background_app.command(context_settings=_GOES_ON, epilog="Example: fastdeploy-cache up")
+@spread
 def up(
     context: typer.Context,
     run_dir: RunDir,
-    prefill: Annotated[int, typer.Option(min=1, help="Instances that compute prompts.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, help="Instances that answer.")] = 1,
-    prefill_ranks: Annotated[int, typer.Option(min=1, help="Ranks of each prefill instance.")] = 1,
-    decode_ranks: Annotated[int, typer.Option(min=1, help="Ranks of each decode instance.")] = 1,
-    host: Annotated[str, typer.Option(help="Address of the router.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the router; 0 takes a free one.")] = 8000,
-    allow_host: AllowHost = None,
+    plan: GroupPlan,
+    log: LogOptions,
     show: Annotated[bool, typer.Option("--status", help="Show each member of the group that runs.")] = False,
     json: Annotated[bool, typer.Option("--json", help="With --status: as JSON.")] = False,
     stop_it: Annotated[bool, typer.Option("--stop", help="End the group, also one that is starting.")] = False,
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay, as a service does, until SIGTERM.")] = False,
-    log_level: LogLevel = None,
-    log_format: LogFormat = None,
-) -> None:
+) -> int:
     """Start a group in the background: instances that compute prompts, instances that answer, and a router.
 
     Other options go on to `serve`, of every instance. A member that ends is started again, at its ports, after a second
     or, when it goes on like that, up to a minute. With --status exit status 3: nothing runs; 4: not all of it does.
     """
-    from fastdeploy_cache.launch.background.group import start_group, stop_group
-    from fastdeploy_cache.launch.background.group_plan import GroupPlan
+    from fastdeploy_cache.launch.background.group import describe_group, show_group, start_group, stop_group
 
-    set_up_log(log_level, log_format)  # it goes on to all processes
+    log.set_up()  # it goes on to all processes
     folder = RunFolder(run_dir)
     if json and not show:
         raise typer.BadParameter("--json goes with --status")
@@ -99,37 +84,19 @@ def up(
             raise typer.BadParameter(f"--status and --stop take nothing beside them; got {' '.join(context.args)}")
         if stop_it:
             stop_group(folder, _say)
-        raise typer.Exit(_show_group(folder, as_json=json) if show else 0)
-    plan = GroupPlan(
-        num_prefill=prefill,
-        num_decode=decode,
-        prefill_ranks=prefill_ranks,
-        decode_ranks=decode_ranks,
-        host=host,
-        port=port,
-        allow_hosts=tuple(allow_host or ()),
-        serve=_arguments_of_serve(context),
-    )
+            return 0
+        if not json:
+            return show_group(folder, _say)
+        document, code = describe_group(folder)
+        typer.echo(dumps(document, indent=2))
+        return code
+    plan = dataclasses.replace(plan, serve=_arguments_of_serve(context))
     if foreground:
-        _stay(plan, folder)
+        from fastdeploy_cache.launch.background.supervisor import Supervisor
+
+        return Supervisor(plan, folder).run()
     start_group(plan, folder, _say)
-
-
-def _stay(plan: GroupPlan, folder: RunFolder) -> NoReturn:
-    from fastdeploy_cache.launch.background.supervisor import Supervisor
-
-    raise typer.Exit(0 if Supervisor(plan, folder).run() else 1)
-
-
-def _show_group(folder: RunFolder, *, as_json: bool) -> int:
-    """Returns the exit status."""
-    from fastdeploy_cache.launch.background.group import describe_group, show_group
-
-    if not as_json:
-        return show_group(folder, _say)
-    document, code = describe_group(folder)
-    typer.echo(dumps(document, indent=2))
-    return code
+    return 0
 
 
 @background_app.command(epilog="Example: fastdeploy-cache deploy --print prometheus.yml > prometheus.yml")

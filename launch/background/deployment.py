@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from fastdeploy_cache import __version__
 from fastdeploy_cache.errors import LaunchError
 
-_PLACE = "deploy"
+_FOLDER = Path(__file__).with_name("deploy")
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"  # a wheel is for the version that built it
 
 
@@ -77,20 +75,9 @@ def _purpose(name: str, text: str) -> str:
 
 
 def _names() -> list[str]:
-    return sorted(_names_in(_folder(), ""))
-
-
-def _names_in(folder: importlib.resources.abc.Traversable, prefix: str) -> Iterator[str]:
-    for file in folder.iterdir():
-        if file.is_dir():
-            yield from _names_in(file, f"{prefix}{file.name}/")
-        elif not file.name.startswith(("_", ".")):
-            yield prefix + file.name
+    files = (file for file in _FOLDER.rglob("*") if file.is_file() and not file.name.startswith(("_", ".")))
+    return sorted(str(file.relative_to(_FOLDER)) for file in files)
 
 
 def _text(name: str) -> str:
-    return _folder().joinpath(*name.split("/")).read_text()
-
-
-def _folder() -> importlib.resources.abc.Traversable:
-    return importlib.resources.files("fastdeploy_cache.launch.background") / _PLACE
+    return (_FOLDER / name).read_text()

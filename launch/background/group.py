@@ -57,18 +57,14 @@ def stop_group(folder: RunFolder, say: Say) -> None:
 
 def show_group(folder: RunFolder, say: Say) -> int:
     """Each member and where it listens; returns the exit status."""
-    members = folder.members
-    if not any(slot.pid is not None for slot in (folder.group, *members)):
+    document, status = describe_group(folder)
+    if status == NOT_RUNNING:
         say(_absence(folder))
-        return NOT_RUNNING
-    status = 0
-    for slot in members:
-        state, line = _look_at(slot)
-        say(line)
-        status = status if state == "up" else NOT_ANSWERING
-    if folder.group.pid is None:
+        return status
+    for slot in folder.members:
+        say(_line_of(slot, document["members"][slot.name]["state"]))
+    if not document["is_watched"]:
         say("nobody watches over it: its supervisor was killed; end the rest with `up --stop`")
-        status = NOT_ANSWERING
     return status
 
 
@@ -80,7 +76,7 @@ def _absence(folder: RunFolder) -> str:
 
 def describe_group(folder: RunFolder) -> tuple[dict[str, Any], int]:
     """The same for programs: `is_watched` by its supervisor, and each of `members` by name. Also the exit status."""
-    members = {slot.name: {"pid": slot.pid, **slot.facts, "state": _look_at(slot)[0]} for slot in folder.members}
+    members = {slot.name: {"pid": slot.pid, **slot.facts, "state": _state_of(slot)} for slot in folder.members}
     is_watched = folder.group.pid is not None
     document = {"is_watched": is_watched, "members": members}
     if not is_watched and not any(each["pid"] is not None for each in members.values()):
@@ -89,16 +85,20 @@ def describe_group(folder: RunFolder) -> tuple[dict[str, Any], int]:
     return document, 0 if is_whole else NOT_ANSWERING
 
 
-def _look_at(slot: Slot) -> tuple[str, str]:
-    """How a member is: in a word, and in a line. Only one that is `up` takes requests."""
-    url, metrics = slot.facts.get("url"), slot.facts.get("metrics")
+def _state_of(slot: Slot) -> str:
+    """How a member is, in a word. Only one that is `up` takes requests."""
     if slot.pid is None:
-        return "not_running", f"{slot.name}: NOT RUNNING; its log is {slot.log_file}; it is started again by itself"
-    code = http_status(f"{url}/ready")
-    if code == 200:
-        return "up", f"{slot.name}: up, API {url}{f', metrics {metrics}' if metrics else ''}"
-    if slot.name == ROUTER and code == 503:
-        return "not_ready", f"{slot.name}: up, no decode instance ready, API {url}"
-    if code == 503:
-        return "not_ready", f"{slot.name}: up, not ready: paused or asleep, API {url}"
-    return "not_answering", f"{slot.name}: DOES NOT ANSWER at {url}; its log is {slot.log_file}"
+        return "not_running"
+    return {200: "up", 503: "not_ready"}.get(http_status(f"{slot.facts.get('url')}/ready") or 0, "not_answering")
+
+
+def _line_of(slot: Slot, state: str) -> str:
+    url, metrics = slot.facts.get("url"), slot.facts.get("metrics")
+    not_ready = "no decode instance ready" if slot.name == ROUTER else "not ready: paused or asleep"
+    lines = {
+        "not_running": f"NOT RUNNING; its log is {slot.log_file}; it is started again by itself",
+        "up": f"up, API {url}{f', metrics {metrics}' if metrics else ''}",
+        "not_ready": f"up, {not_ready}, API {url}",
+        "not_answering": f"DOES NOT ANSWER at {url}; its log is {slot.log_file}",
+    }
+    return f"{slot.name}: {lines[state]}"

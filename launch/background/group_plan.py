@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.background.run_folder import RunFolder
@@ -27,13 +30,15 @@ _NOT_SHARED_SETTINGS = {
 class GroupPlan:
     """How many of each, and what they are given. `serve` are options of `serve` for every instance."""
 
-    num_prefill: int = 1
-    num_decode: int = 1
-    prefill_ranks: int = 1
-    decode_ranks: int = 1
-    host: str = "127.0.0.1"
-    port: int = 8000
-    allow_hosts: tuple[str, ...] = ()
+    num_prefill: Annotated[int, typer.Option("--prefill", min=1, help="Instances that compute prompts.")] = 1
+    num_decode: Annotated[int, typer.Option("--decode", min=1, help="Instances that answer.")] = 1
+    prefill_ranks: Annotated[int, typer.Option(min=1, help="Ranks of each prefill instance.")] = 1
+    decode_ranks: Annotated[int, typer.Option(min=1, help="Ranks of each decode instance.")] = 1
+    host: Annotated[str, typer.Option(help="Address of the router.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the router; 0 takes a free one.")] = 8000
+    allow_hosts: Annotated[
+        list[str] | None, typer.Option("--allow-host", metavar="NAME", help="As of `serve`; of all members.")
+    ] = None
     serve: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -78,7 +83,7 @@ class GroupPlan:
         ]
 
     def _allowed(self) -> list[str]:
-        return [word for name in self.allow_hosts for word in ("--allow-host", name)]
+        return [word for name in self.allow_hosts or () for word in ("--allow-host", name)]
 
 
 def at_known_ports(command: Sequence[str], facts: Mapping[str, str]) -> list[str]:

@@ -82,19 +82,12 @@ class Slot:
 
     def note(self, pid: int) -> None:
         """It has been started. Raises `LaunchError` where that cannot be written down."""
-        try:
-            write_own(self.pid_file, f"{name_of(pid)}\n")
-        except ProcessLookupError:  # it has ended already, which its pid descriptor tells
-            return
-        except OSError as error:
-            raise LaunchError(f"{self.pid_file} cannot be written: {error.strerror}; remove it by hand") from error
+        with contextlib.suppress(ProcessLookupError):  # it has ended already, which its pid descriptor tells
+            _write(self.pid_file, f"{name_of(pid)}\n")
 
     def note_facts(self, facts: dict[str, str]) -> None:
         """It is ready."""
-        try:
-            write_own(self._facts_file, json.dumps(facts) + "\n")
-        except OSError as error:
-            raise LaunchError(f"{self._facts_file} cannot be written: {error.strerror}; remove it by hand") from error
+        _write(self._facts_file, json.dumps(facts) + "\n")
 
     def forget(self) -> None:
         """It has ended, and nobody starts it again. Raises `LaunchError` where its files cannot be removed."""
@@ -206,6 +199,13 @@ class RunFolder:
             return cast("BinaryIO", open_own(path, os.O_RDWR))  # not emptied: it says who has it
         except OSError as error:
             raise LaunchError(f"{path} cannot be opened: {error.strerror}; remove it by hand") from error
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        write_own(file, text)
+    except OSError as error:
+        raise LaunchError(f"{file} cannot be written: {error.strerror}; remove it by hand") from error
 
 
 def _take(file: BinaryIO, work: str) -> bool:

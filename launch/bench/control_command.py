@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from fastdeploy_cache.books.tokens import IS_NATIVE
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.bench.control import by_token, floors, match_over_edges, medians
+from fastdeploy_cache.launch.bench.options import ControlOptions
 from fastdeploy_cache.launch.bench.pause_tables import run_pauses
 from fastdeploy_cache.launch.bench.report import Figure, Promise, Report, at_most
 from fastdeploy_cache.launch.bench.scale import eviction_cost, full_pool_costs, scale_ratio
@@ -53,31 +54,19 @@ _LIMITS = {
 _WITHOUT_CAUSES = {"lru": "lru, no causes", "lru + CPU tier": "CPU tier, no causes"}
 _FULL_POOL_OF_VLLM, _FULL_POOL_OF_VLLM_FROM_LIST = 0.24, 0.25
 _STEP_MICROSECONDS = 3
+_MADE_UP = (Recipe("chat", 64), Recipe("chat", 16), Recipe("long", 64, 60))
 
 
-@dataclass(frozen=True)
-class ControlOptions:
-    """What to run besides."""
-
-    trace: Path | None = None
-    trace_block_size: int = 512
-    repeats: int = 5
-    scale_sizes: str = "10000,100000,1000000"
-    max_runs: int = 250_000
-    peer: str | None = None  # vllm=FOLDER
-    recipes: tuple[Recipe, ...] = (Recipe("chat", 64), Recipe("chat", 16), Recipe("long", 64, 60))
-
-
-def bench_control(options: ControlOptions, json_file: Path | None) -> bool:
+def bench_control(options: ControlOptions, json_file: Path | None, made_up: Sequence[Recipe] = _MADE_UP) -> bool:
     """Run everything, print it, write it; whether every promise was kept.
 
     Raises:
         LaunchError: a bad trace, size or peer, or a folder that does not exist.
     """
-    scale_blocks = _scale_blocks(options.scale_sizes)
+    scale_blocks = _scale_blocks(options.scale_blocks)
     folder = _vllm_folder(options.peer)
     with Report(json_file) as report:
-        recipes = list(options.recipes)
+        recipes = list(made_up)
         if options.trace is not None:
             # first: a file that cannot be read is told at once, and not behind a minute of figures
             recipes.insert(0, Recipe("trace", 64, 400, str(options.trace), options.trace_block_size))

@@ -12,19 +12,18 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 
 from fastdeploy_cache.ipc.shared_array import SharedArray
-from fastdeploy_cache.launch.bench.transfer import Case, Ranks
+from fastdeploy_cache.launch.bench.transfer import WAYS, Case, Ranks
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.device.cuda import CudaDevice, KernelUse
 from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
-_WAYS: dict[str, tuple[bool, KernelUse]] = {  # whether copies go in batches, and what goes by the kernel
+_BY: dict[str, tuple[bool, KernelUse]] = {  # whether copies go in batches, and what goes by the kernel
     "single copies": (False, "never"),
     "batch": (True, "never"),
     "kernel": (True, "always"),
 }
 _START_SECONDS = 60.0  # a driver that makes a context for the first time may take half of that
-_KINDS = (TaskKind.SWAP_OUT, TaskKind.SWAP_IN)
 
 
 def cuda_config(num_ranks: int, kv_owner: Literal["worker", "transfer"] = "transfer") -> TransferConfig:
@@ -107,19 +106,18 @@ def cuda_bandwidth(case: Case, num_ranks: int, memory_bytes: int, repeats: int) 
     whole = dataclasses.replace(case.layout, num_kv_heads=heads).for_rank(num_ranks, case.block_size)
     num_pool = max(2, memory_bytes // layout.block_bytes)
     num_blocks = max(1, num_pool // 2)
-    config, rng, times = cuda_config(num_ranks), np.random.default_rng(1), list[list[float]]()
+    config = cuda_config(num_ranks)
     num_bytes = num_blocks * layout.block_bytes
     with (
         PinnedCopies(config.device_ids, num_bytes) as pinned,
         Ranks(num_ranks, whole, num_pool, num_pool, config) as ranks,
     ):
-        scattered = [rng.permutation(num_pool)[:num_blocks].tolist() for _ in range(2)]
-        joined = [range(num_pool - num_blocks, num_pool), range(num_blocks)]
-        for _ in range(repeats + 1):
-            plain = [pinned.run(num_bytes, to_gpu=kind is TaskKind.SWAP_IN) for kind in _KINDS]
-            times.append(plain + [ranks.run(kind, *ids) for ids in (scattered, joined) for kind in _KINDS])
-        start_seconds = ranks.start_seconds
-    speeds = [num_ranks * num_bytes / statistics.median(column) for column in zip(*times[1:], strict=True)]
+
+        def plainly() -> list[float]:
+            return [pinned.run(num_bytes, to_gpu=kind is TaskKind.SWAP_IN) for kind in WAYS]
+
+        seconds, start_seconds = ranks.rounds(num_pool, num_blocks, repeats, plainly), ranks.start_seconds
+    speeds = [num_ranks * num_bytes / each for each in seconds]
     return CudaBandwidth(num_blocks, start_seconds, *speeds)
 
 
@@ -140,7 +138,7 @@ def way_speeds(case: Case, memory_bytes: int, repeats: int) -> dict[str, list[fl
         on_gpu = int(cuda.call("cuMemAlloc", layout.gpu_bytes(num_pool)))
         held.callback(cuda.call, "cuMemFree", on_gpu)
         view = images.view(np.uint8, (num_pool, layout.block_bytes))
-        for name, (may_batch, use) in _WAYS.items():
+        for name, (may_batch, use) in _BY.items():
             device = CudaDevice(
                 layout,
                 Cuda(0, may_batch=may_batch),
@@ -150,7 +148,7 @@ def way_speeds(case: Case, memory_bytes: int, repeats: int) -> dict[str, list[fl
                 num_gpu_blocks=num_pool,
                 kernel=use,
             )
-            rounds = [[_seconds(device, kind, *ids) for kind in _KINDS] for _ in range(repeats + 1)]
+            rounds = [[_seconds(device, kind, *ids) for kind in WAYS] for _ in range(repeats + 1)]
             device.close()
             medians = [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
             speeds[name] = [num_blocks * layout.block_bytes / seconds for seconds in medians]

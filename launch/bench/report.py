@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fastdeploy_cache.launch.bench.machine import describe_machine
-from fastdeploy_cache.launch.findings import check_target, console_beside, table_of, write_json
+from fastdeploy_cache.launch.findings import console_beside, table_of, write_json
 
 _WIDTH = 120
 _HEADING_WIDTHS = (20, 14, 8)  # of a column; the first with which a table is no wider than the console
@@ -59,10 +59,9 @@ class Report:
 
     def __init__(self, json_file: Path | None, *, page: str = "docs/benchmark.md") -> None:
         """Raises `LaunchError` where the file cannot be written."""
-        check_target(json_file)
+        self._console = console_beside(json_file, _WIDTH)
         self.facts: dict[str, Any] = {"machine": describe_machine()}
         self._json_file, self._page = json_file, page
-        self._console = console_beside(json_file, _WIDTH)
         self._figures = list[dict[str, Any]]()
         self._reach = list[dict[str, Any]]()
         self.note(self.facts["machine"]["text"])
@@ -94,9 +93,7 @@ class Report:
         any_width = self._console.options.update(width=10 * self._console.width)
         for width in _HEADING_WIDTHS:
             columns = ["\n".join([*textwrap.wrap(text, width), *unit.splitlines()]) for text, unit in headings]
-            table = table_of(columns, words=columns[:1])
-            for row in rows:
-                table.add_row(*row)
+            table = table_of(columns, rows, words=columns[:1])
             needed = self._console.measure(table, options=any_width).maximum
             if needed <= self._console.width:
                 break
@@ -126,12 +123,10 @@ class Report:
         Raises:
             LaunchError: the file cannot be written.
         """
-        table = table_of(("figure", "value", "limit", ""), words=("figure",))
-        for entry in self._reach:
-            word = "[green]ok[/green]" if entry["ok"] else "[red]missed[/red]"
-            table.add_row(entry["name"], str(entry["value"]), str(entry["limit"]), word)
+        words = {True: "[green]ok[/green]", False: "[red]missed[/red]"}
+        rows = [(entry["name"], entry["value"], entry["limit"], words[entry["ok"]]) for entry in self._reach]
         self.note("Promised figures")
-        self._console.print(table)
+        self._console.print(table_of(("figure", "value", "limit", ""), rows, words=("figure",)))
         self.note(f"{self._page} of the source says what each figure is.")
         self._write()
         return all(entry["ok"] for entry in self._reach)

@@ -20,17 +20,10 @@ T = TypeVar("T")
 
 
 class Serving(Protocol):
-    """Something that serves requests: our manager or another one."""
+    """Something that serves requests: our manager or another one. What was spent is by phase; hits are of prompts."""
 
-    @property
-    def nanoseconds(self) -> dict[str, int]:
-        """What was spent, by phase."""
-        ...
-
-    @property
-    def num_hit_tokens(self) -> int:
-        """Prompt tokens that were found cached."""
-        ...
+    nanoseconds: dict[str, int]
+    num_hit_tokens: int
 
     def serve(self, works: Iterable[Work]) -> None:
         """Serve all of `works`, adding to `nanoseconds`."""

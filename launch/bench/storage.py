@@ -8,10 +8,10 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
 from fastdeploy_cache.transfer_manager.storage import open_storage
-from fastdeploy_cache.transfer_manager.storage.base import Blocks
+from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, StorageStats
 from fastdeploy_cache.transfer_manager.storage.client import StorageProcesses
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
@@ -31,6 +31,7 @@ _TASK_BYTES = 128 * 2**20  # as the cache cuts them for a fast store
 _BURST_BYTES = 32 * 2**20  # less than what the file store syncs at a time
 _WAIT_SECONDS = 120.0
 _BLOCK_SIZE = 64
+_A_DAY_SECONDS = 86400.0
 
 
 def layout_of_bytes(object_bytes: int) -> RankLayout:
@@ -245,6 +246,28 @@ class HungResult(NamedTuple):
     worst_cpu_seconds: float
 
 
+class HungStore:
+    """Every call hangs, as on a network that swallows packets, until its process is killed."""
+
+    needs_token_ids = False
+
+    def __init__(self, options: Mapping[str, Any], space: KeySpace, segment: Segment) -> None:
+        """Opens at once."""
+
+    def _hang(self, _: object) -> NoReturn:
+        threading.Event().wait(_A_DAY_SECONDS)
+        raise TimeoutError
+
+    count_leading = read = write = remove = clear = _hang
+
+    def stats(self) -> StorageStats:
+        """Nothing is known."""
+        return StorageStats()
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
 def hung_store(num_requests: int, deadline_seconds: float) -> HungResult:
     """Requests of a whole manager over a store whose every call hangs."""
     config = CacheConfig(
@@ -258,7 +281,7 @@ def hung_store(num_requests: int, deadline_seconds: float) -> HungResult:
         min_prefetch_tokens=1,
         load_policy="always",
         storage=StorageConfig(
-            kind="fastdeploy_cache.launch.bench.hung_store:HungStore",
+            kind="fastdeploy_cache.launch.bench.storage:HungStore",
             weights_id="bench",
             task_timeout_seconds=10 * deadline_seconds,
             breaker_failures=10**6,

@@ -6,11 +6,11 @@ import dataclasses
 import math
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.bench.options import StorageOptions
 from fastdeploy_cache.launch.bench.report import Figure, Report, at_least, at_most, size
 from fastdeploy_cache.launch.bench.storage import bandwidth, hung_store, reopen_seconds
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
@@ -22,51 +22,39 @@ _HUNG_DEADLINE_SECONDS = 0.2
 _REOPEN_OBJECT_BYTES = 2**20
 
 
-@dataclass(frozen=True, kw_only=True)
-class StorageBench:
-    """What to measure. `folder` is where the file store and the plain files lie; None: a temporary one."""
-
-    folder: Path | None
-    server_url: str | None
-    master_address: str | None
-    memory_bytes: int
-    repeats: int
-    reopen_bytes: int
-    with_model: bool
-
-
-def bench_storage(wanted: StorageBench, json_file: Path | None) -> bool:
+def bench_storage(wanted: StorageOptions, json_file: Path | None) -> bool:
     """Run everything, print it, write it; whether every promise was kept.
 
     Raises:
         LaunchError: the folder cannot be used, or has too little room.
+        typer.BadParameter: a size is none.
     """
+    needed = int(max(wanted.reopen_bytes * 1.05, 4 * (wanted.repeats + 3) * wanted.memory_bytes)) + 2**30
     with Report(json_file, page="docs/storage.md") as report:
         if wanted.folder is not None and not wanted.folder.is_dir():
             raise LaunchError(f"--folder {wanted.folder} is no folder")
         stores = report.facts["stores"] = {}
         with tempfile.TemporaryDirectory(prefix="fastdeploy-cache-bench-", dir=wanted.folder) as name:
             folder = Path(name)
-            _check_room(folder, wanted)
+            _check_room(folder, needed)
             report.note(f"Files in {folder} (device {folder.stat().st_dev})")
             for config in _stores(wanted, folder):
                 stores[config.kind] = _run_store(report, config, folder, wanted)
             if wanted.reopen_bytes:
                 report.facts["reopen"] = _run_reopen(report, folder / "reopen", wanted.reopen_bytes)
-            if wanted.with_model:
+            if wanted.model:
                 _run_model(report, folder / "model")
         _run_hung(report, max(3, 2 * wanted.repeats))
         return report.end()
 
 
-def _check_room(folder: Path, wanted: StorageBench) -> None:
-    needed = int(max(wanted.reopen_bytes * 1.05, 4 * (wanted.repeats + 3) * wanted.memory_bytes)) + 2**30
+def _check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise LaunchError(f"{folder} has {free / _GB:.1f} GB free, {needed / _GB:.1f} are needed; choose --folder")
 
 
-def _stores(wanted: StorageBench, folder: Path) -> list[StorageConfig]:
+def _stores(wanted: StorageOptions, folder: Path) -> list[StorageConfig]:
     room = 2 * (wanted.repeats + 2) * wanted.memory_bytes
     common: dict[str, Any] = {"weights_id": "bench", "start_timeout_seconds": 3.0, "task_timeout_seconds": 60.0}
     stores = [StorageConfig(folder=str(folder / "store"), admission="all", capacity_bytes=room + 2**28, **common)]
@@ -79,7 +67,7 @@ def _stores(wanted: StorageBench, folder: Path) -> list[StorageConfig]:
     return stores
 
 
-def _run_store(report: Report, config: StorageConfig, folder: Path, wanted: StorageBench) -> list[dict[str, float]]:
+def _run_store(report: Report, config: StorageConfig, folder: Path, wanted: StorageOptions) -> list[dict[str, float]]:
     rows, lines = [], {}
     for num_bytes in _SIZES:
         own = folder / f"store-{num_bytes}"  # a folder's capacity is that of all its key spaces

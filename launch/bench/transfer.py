@@ -21,7 +21,7 @@ from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 _WAIT_SECONDS = 60.0
-_WAYS = (TaskKind.SWAP_OUT, TaskKind.SWAP_IN)
+WAYS = (TaskKind.SWAP_OUT, TaskKind.SWAP_IN)
 
 
 class Case(NamedTuple):
@@ -98,7 +98,7 @@ class Ranks:
         self.client = RankClient(config, layout, num_gpu_blocks, num_cpu_blocks)
         self._ended = threading.Event()
         self._error: str | None = None
-        self._task_ids = itertools.count(1)
+        self._task_ids, self._rng = itertools.count(1), np.random.default_rng(1)
         started = time.perf_counter()
         self.client.start(self._on_result)
         self.start_seconds = time.perf_counter() - started
@@ -135,6 +135,19 @@ class Ranks:
         self.wait()
         return time.perf_counter() - started
 
+    def rounds(
+        self, num_pool: int, num_blocks: int, repeats: int, plainly: Callable[[], Sequence[float]]
+    ) -> list[float]:
+        """Median seconds of what `plainly` says, and of swaps of so many blocks of two pools: scattered ones out and
+        in, then neighbours. All in the same rounds, of which the first does not count."""
+        scattered = [self._rng.permutation(num_pool)[:num_blocks].tolist() for _ in range(2)]
+        joined = [range(num_pool - num_blocks, num_pool), range(num_blocks)]
+        times: list[list[float]] = []
+        for _ in range(repeats + 1):
+            plain = plainly()
+            times.append([*plain, *(self.run(way, *ids) for ids in (scattered, joined) for way in WAYS)])
+        return [statistics.median(column) for column in zip(*times[1:], strict=True)]
+
     def __enter__(self) -> Self:
         return self
 
@@ -164,21 +177,16 @@ def bandwidth(case: Case, num_ranks: int, counts: Sequence[int], memory_bytes: i
     whole = case.layout if num_ranks == 1 else dataclasses.replace(case.layout, num_kv_heads=num_kv_heads)
     num_pool = max(2, memory_bytes // layout.block_bytes)
     source, target = (SharedArray.create(name, num_ranks * num_pool * layout.block_bytes) for name in ("a", "b"))
-    rng, found = np.random.default_rng(1), []
+    found = []
     try:
         views = [array.view(np.uint8, (num_ranks, num_pool * layout.block_bytes)) for array in (source, target)]
         threads = concurrent.futures.ThreadPoolExecutor(num_ranks)
         with threads, Ranks(num_ranks, whole.for_rank(num_ranks, case.block_size), num_pool, num_pool) as ranks:
             for num_blocks in [count for count in counts if count <= num_pool // 2] or [num_pool // 2]:
-                scattered = [rng.permutation(num_pool)[:num_blocks].tolist() for _ in range(2)]
-                joined = [range(num_pool - num_blocks, num_pool), range(num_blocks)]
                 plain_copy = _plain_copy(threads, views, num_blocks * layout.block_bytes)
-                times: list[list[float]] = []
-                for _ in range(repeats + 1):
-                    swaps = [(kind, *ids) for ids in (scattered, joined) for kind in _WAYS]
-                    times.append([plain_copy(), *(ranks.run(*swap) for swap in swaps)])
+                seconds = ranks.rounds(num_pool, num_blocks, repeats, plain_copy)
                 num_bytes = num_ranks * num_blocks * layout.block_bytes
-                speeds = [num_bytes / statistics.median(column) for column in zip(*times[1:], strict=True)]
+                speeds = [num_bytes / each for each in seconds]
                 found.append(Bandwidth(num_blocks, *speeds))
     finally:
         source.close()
@@ -188,20 +196,20 @@ def bandwidth(case: Case, num_ranks: int, counts: Sequence[int], memory_bytes: i
 
 def _plain_copy(
     threads: concurrent.futures.ThreadPoolExecutor, views: list[np.ndarray], num_bytes: int
-) -> Callable[[], float]:
+) -> Callable[[], list[float]]:
     """Copies so many bytes in one piece on each thread; seconds until all are through."""
     source, target = views
 
     def copy(rank: int) -> None:
         target[rank, :num_bytes] = source[rank, :num_bytes]
 
-    def run() -> float:
+    def run() -> list[float]:
         started = time.perf_counter()
         if len(source) == 1:
             copy(0)
         else:
             list(threads.map(copy, range(len(source))))
-        return time.perf_counter() - started
+        return [time.perf_counter() - started]
 
     return run
 
@@ -228,16 +236,14 @@ def first_and_last_layer(num_blocks: int, repeats: int) -> dict[str, float]:
 def idle_cpu(ranks: Ranks, seconds: float) -> float:
     """Share of a core that the I/O thread and the ranks use while nothing happens, in all."""
     tasks = [task for pid in ranks.pids() for task in Path(f"/proc/{pid}/task").iterdir()]
-    tasks += [Path(f"/proc/self/task/{thread.native_id}") for thread in threading.enumerate() if _is_ours(thread)]
+    tasks += [
+        Path(f"/proc/self/task/{thread.native_id}") for thread in threading.enumerate() if thread.name == "transfer-io"
+    ]
     before = [_run_nanoseconds(task) for task in tasks]
     started = time.perf_counter()
     time.sleep(seconds)  # what is measured is the rest of the others
     used = sum(_run_nanoseconds(task) for task in tasks) - sum(before)
     return used / 1e9 / (time.perf_counter() - started)
-
-
-def _is_ours(thread: threading.Thread) -> bool:
-    return thread.name == "transfer-io"
 
 
 def _run_nanoseconds(task: Path) -> int:

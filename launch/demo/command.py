@@ -14,10 +14,9 @@ from fastdeploy_cache import CacheConfig, StorageConfig, TransferConfig
 from fastdeploy_cache.errors import LaunchError, counted
 from fastdeploy_cache.launch.bench.machine import describe_machine
 from fastdeploy_cache.launch.demo.conversations import CONVERSATIONS
-from fastdeploy_cache.launch.demo.next_steps import next_steps
-from fastdeploy_cache.launch.demo.report import BLOCK_TOKENS, course_of, facts, show
+from fastdeploy_cache.launch.demo.report import BLOCK_TOKENS, course_of, facts, next_steps, show
 from fastdeploy_cache.launch.demo.scenario import Played, play, play_again, prompt_of, warm_up
-from fastdeploy_cache.launch.findings import check_target, console_beside, progress_on, write_json
+from fastdeploy_cache.launch.findings import console_beside, progress_on, write_json
 from fastdeploy_cache.launch.reference_engine.serving import layout_of
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, load_model_files
@@ -34,7 +33,6 @@ def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: P
     console = console_beside(json_file, 80)
     if num_ranks not in (1, 3):
         raise LaunchError(f"--ranks is {num_ranks}; the model has 3 KV heads, so use 1 or 3")
-    check_target(json_file)
     machine = describe_machine()  # before this has a load of its own
     console.print("Loading SmolLM2-135M-Instruct (the first time its weights are converted, about 10 s) ...")
     files = load_model_files()

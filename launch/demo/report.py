@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +18,7 @@ from fastdeploy_cache.launch.findings import table_of
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 
 BLOCK_TOKENS = 16
+_LAUNCH = Path(__file__).resolve().parents[1]
 KINDS = ("cold", "GPU hit", "CPU hit", "storage hit")
 
 
@@ -31,12 +34,14 @@ def facts(cached: Played, again: Played, plain: Played) -> dict[str, Any]:
         chosen = [(with_cache, without) for with_cache, without in pairs if with_cache.kind == kind]
         kinds[kind] = {
             "requests": len(chosen),
-            "prompt_tokens": sum(a.num_prompt_tokens for a, _ in chosen),
-            "tokens_reused": sum(a.num_cached_tokens for a, _ in chosen),
+            "prompt_tokens": sum(a.generation.request.num_prompt_tokens for a, _ in chosen),
+            "tokens_reused": sum(a.generation.num_cached_tokens for a, _ in chosen),
             "median_seconds_to_first_token": _median([a for a, _ in chosen]),
             "median_seconds_to_first_token_cache_off": _median([b for _, b in chosen]),
         }
-    different = [{"conversation": a.conversation, "turn": a.turn} for a, b in pairs if a.token_ids != b.token_ids]
+    different = [
+        {"conversation": a.conversation, "turn": a.turn} for a, b in pairs if a.generation.output != b.generation.output
+    ]
     return {
         "kinds": kinds,
         "hit_rates": dict(cached.stats.hit_rates),
@@ -58,17 +63,17 @@ def course_of(
     conversation: Conversation, cached: Played, again: Played, tokenizer: ChatTokenizer
 ) -> list[dict[str, Any]]:
     """The first conversation as it went: what was asked and answered, and where each prompt's tokens came from."""
-    answers = [answer for answer in (*cached.answers, *again.answers) if answer.conversation == 0]
+    answers = [(a, a.generation) for a in (*cached.answers, *again.answers) if a.conversation == 0]
     return [
         {
             "question": conversation.turns[answer.turn],
-            "answer": tokenizer.decode(answer.token_ids).strip(),
+            "answer": tokenizer.decode(found.output).strip(),
             "after_restart": answer.after_restart,
-            "prompt_tokens": answer.num_prompt_tokens,
-            "tokens": {"gpu": answer.num_gpu_tokens, "cpu": answer.num_cpu_tokens, "disk": answer.num_storage_tokens},
-            "seconds_to_first_token": answer.seconds_to_first_token,
+            "prompt_tokens": found.request.num_prompt_tokens,
+            "tokens": {"gpu": found.num_gpu_tokens, "cpu": found.num_cpu_tokens, "disk": found.num_storage_tokens},
+            "seconds_to_first_token": found.seconds_to_first_token,
         }
-        for answer in answers
+        for answer, found in answers
     ]
 
 
@@ -80,7 +85,8 @@ def _checks(cached: Played, again: Played, kinds: dict[str, Any], different: lis
             cached.task_bytes["swap_out"] and cached.task_bytes["swap_in"]
         ),
     }
-    whole = all(a.num_prompt_tokens - a.num_cached_tokens <= BLOCK_TOKENS for a in again.answers)
+    found = [a.generation for a in again.answers]
+    whole = all(each.request.num_prompt_tokens - each.num_cached_tokens <= BLOCK_TOKENS for each in found)
     checks["a new engine found every prompt on disk"] = cached.flushed and whole
     if cached.killed_rank is not None:
         restarted = cached.stats.ranks[cached.killed_rank].num_restarts == 1
@@ -91,15 +97,16 @@ def _checks(cached: Played, again: Played, kinds: dict[str, Any], different: lis
 def show(console: Console, found: dict[str, Any]) -> None:
     """Print the facts."""
     console.print("Median time to first token (TTFT), from its match")
-    table = table_of(("", "requests", "tokens", "reused", "TTFT", "cache off", "faster"), words=("",))
+    rows = []
     for kind, row in found["kinds"].items():
         with_cache = row["median_seconds_to_first_token"]
         without = row["median_seconds_to_first_token_cache_off"]
         cells = (
             (_milliseconds(with_cache), _milliseconds(without), f"{without / with_cache:.1f}x") if with_cache else ()
         )
-        table.add_row(kind, str(row["requests"]), str(row["prompt_tokens"]), str(row["tokens_reused"]), *cells)
-    console.print(table)
+        rows.append((kind, row["requests"], row["prompt_tokens"], row["tokens_reused"], *cells))
+    columns = ("", "requests", "tokens", "reused", "TTFT", "cache off", "faster")
+    console.print(table_of(columns, rows, words=("",)))
     console.print(
         'A "cold" prompt was never seen: it is computed as with the cache off, so 1.0x is what to expect of it.'
     )
@@ -147,8 +154,30 @@ def _show_course(console: Console, course: list[dict[str, Any]]) -> None:
 
 
 def _median(answers: list[Answer]) -> float | None:
-    return statistics.median(a.seconds_to_first_token for a in answers) if answers else None
+    return statistics.median(a.generation.seconds_to_first_token for a in answers) if answers else None
 
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms"
+
+
+def next_steps(launch: Path = _LAUNCH) -> str:
+    """What to do after the demo: commands that work where it was run.
+
+    `launch` is the folder of our programs: that of a checkout has scripts, and pages beside it.
+    """
+    if (launch / "start.sh").is_file():
+        root = os.path.relpath(launch.parent)
+        steps = {
+            f"{root}/launch/start.sh": "a server with OpenAI's API at 127.0.0.1:8000",
+            f"{root}/launch/engines.sh vllm": "a real vLLM with the cache, and without it",
+            f"less {root}/docs/engine.md": "the cache in an engine of your own",
+        }
+    else:
+        steps = {
+            "fastdeploy-cache start": "a server with OpenAI's API at 127.0.0.1:8000",
+            "fastdeploy-cache engines vllm": "an installed vLLM with the cache, and without it",
+            "python -m pydoc fastdeploy_cache.PrefixCacheManager": "the cache in an engine of your own",
+        }
+    width = max(map(len, steps))
+    return "\n".join(["", "What next?", *(f"  {step:{width}}   {meaning}" for step, meaning in steps.items())])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import signal
@@ -32,25 +31,16 @@ class Answer:
 
     conversation: int
     turn: int
-    token_ids: tuple[int, ...]
-    num_prompt_tokens: int
-    num_gpu_tokens: int
-    num_cpu_tokens: int
-    num_storage_tokens: int
-    seconds_to_first_token: float
+    generation: Generation
     after_restart: bool = False
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """How many tokens of the prompt were cached, in any tier."""
-        return self.num_gpu_tokens + self.num_cpu_tokens + self.num_storage_tokens
 
     @property
     def kind(self) -> str:
         """The kind of answer, by the lowest tier that it took from."""
-        if self.num_storage_tokens or (self.after_restart and self.num_cached_tokens):
+        found = self.generation
+        if found.num_storage_tokens or (self.after_restart and found.num_cached_tokens):
             return "storage hit"  # of a new engine's, also what an earlier match of this one had loaded already
-        return "CPU hit" if self.num_cpu_tokens else "GPU hit" if self.num_gpu_tokens else "cold"
+        return "CPU hit" if found.num_cpu_tokens else "GPU hit" if found.num_gpu_tokens else "cold"
 
 
 @dataclass(frozen=True)
@@ -105,7 +95,7 @@ def play(
                 np.concatenate([prompt, np.array(g.output, np.int32)])
                 for prompt, g in zip(prompts, generations, strict=True)
             ]
-            answers += [_noted(i, turn, g) for i, g in enumerate(generations)]
+            answers += [Answer(i, turn, g) for i, g in enumerate(generations)]
         return _ended(engine, answers, prompts, kill_rank)
 
 
@@ -121,7 +111,7 @@ def play_again(
     """Answer these prompts, one of each conversation, with an engine that has just been started. Raises as `play`."""
     with running_engine(files, config, max_running=2) as engine:
         generations = _answer_all(engine, prompts, max_new_tokens, on_answer)
-        answers = [dataclasses.replace(_noted(i, turn, g), after_restart=True) for i, g in enumerate(generations)]
+        answers = [Answer(i, turn, g, after_restart=True) for i, g in enumerate(generations)]
         return _ended(engine, answers, prompts, None)
 
 
@@ -174,16 +164,3 @@ def _answer_all(
             open_ones.remove(generation)
             on_answer()
     return generations
-
-
-def _noted(conversation: int, turn: int, generation: Generation) -> Answer:
-    return Answer(
-        conversation=conversation,
-        turn=turn,
-        token_ids=tuple(generation.output),
-        num_prompt_tokens=generation.request.num_prompt_tokens,
-        num_gpu_tokens=generation.num_gpu_tokens,
-        num_cpu_tokens=generation.num_cpu_tokens,
-        num_storage_tokens=generation.num_storage_tokens,
-        seconds_to_first_token=generation.seconds_to_first_token,
-    )

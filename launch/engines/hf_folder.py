@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,21 +20,22 @@ def write_hf_folder(folder: Path, files: ModelFiles | None = None) -> None:
         ModelLoadError: the model is not installed.
         OSError: the folder cannot be written.
     """
-    from safetensors.numpy import save_file
-
     files = files or load_model_files()
-    folder.mkdir(parents=True, exist_ok=True)
-    write_config(folder, files.spec)
-    save_file(_tensors(files), folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(folder, "model", llama_config(files.spec), _tensors(files))
     ChatTokenizer(files).write_hf_files(folder, files.chat_template)
 
 
-def write_config(folder: Path, spec: ModelSpec) -> None:
-    """Write `config.json` of a Llama model of these sizes."""
-    (folder / "config.json").write_text(json.dumps(_config(spec), indent=2))
+def write_weights(folder: Path, of: str, config: Mapping[str, object], tensors: dict[str, Float32Array]) -> None:
+    """Write a folder with weights, `of` a "model" or an "adapter_model", and the configuration that goes with them."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{of.removesuffix('model')}config.json").write_text(json.dumps(config, indent=2))
+    save_file(tensors, folder / f"{of}.safetensors", metadata={"format": "pt"})
 
 
-def _config(spec: ModelSpec) -> dict[str, object]:
+def llama_config(spec: ModelSpec) -> dict[str, object]:
+    """What `config.json` says of a Llama model of these sizes."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

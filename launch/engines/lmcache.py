@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.engines.servers import free_port, running, words_of
@@ -15,23 +15,11 @@ from fastdeploy_cache.launch.engines.stages import python_path
 _READY = b"cache server is running"
 
 
-@dataclass(frozen=True)
-class LMCacheServer:
-    """A server that runs: what vLLM's connector is told, and what the engine's process finds LMCache by."""
-
-    pid: int
-    port: int
-    environment: dict[str, str]
-
-    @property
-    def connector_options(self) -> dict[str, object]:
-        """`kv_connector_extra_config` of `LMCacheMPConnector`."""
-        return {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": self.port}
-
-
 @contextmanager
-def lmcache_server(folder: Path, log: Path, *, chunk_tokens: int) -> Iterator[LMCacheServer]:
+def lmcache_server(folder: Path, log: Path, *, chunk_tokens: int) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
     """Start LMCache, installed in `folder` (`pip install --target`), with 2 GB; stop it at the end.
+
+    Gives what the plan of a run beside it has (see `StagePlan`), and the environment in which vLLM finds LMCache.
 
     Raises:
         LaunchError: it is not there, or has not come up.
@@ -44,4 +32,5 @@ def lmcache_server(folder: Path, log: Path, *, chunk_tokens: int) -> Iterator[LM
     command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", *words_of(options)]
     command += ["--supported-transfer-mode", "auto", "--disable-observability"]
     with running(command, ready=_READY, log=log, environment=environment, is_idle=True) as server:
-        yield LMCacheServer(server.pid, port, environment)
+        connector_options = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
+        yield {"cache": connector_options, "beside_pid": server.pid}, environment

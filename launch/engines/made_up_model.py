@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from fastdeploy_cache.launch.engines.hf_folder import write_config
+from fastdeploy_cache.launch.engines.hf_folder import llama_config, write_weights
 from fastdeploy_cache.launch.reference_engine.weight_cache import Float32Array
 from fastdeploy_cache.launch.reference_engine.weights import ModelSpec
 
@@ -32,8 +31,6 @@ _LATENT, _ROTARY = 512, 64  # of DeepSeek-V2's attention
 
 def write_made_up_model(folder: Path, spec: ModelSpec = SMALL, seed: int = 1) -> None:
     """Write `config.json` and `model.safetensors` of a model whose attention weighs its whole context."""
-    from safetensors.numpy import save_file
-
     weight = _weights(seed)
     hidden, kv = spec.hidden_size, spec.num_kv_heads * spec.head_dim
     tensors = _ends(weight, spec)
@@ -46,9 +43,7 @@ def write_made_up_model(folder: Path, spec: ModelSpec = SMALL, seed: int = 1) ->
             **_behind_attention(weight, spec),
         }
         tensors.update({f"model.layers.{layer}.{name}.weight": part for name, part in parts.items()})
-    folder.mkdir(parents=True, exist_ok=True)
-    write_config(folder, spec)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(folder, "model", llama_config(spec), tensors)
 
 
 def write_mla_model(folder: Path, spec: ModelSpec = SMALL, seed: int = 1) -> None:
@@ -56,8 +51,6 @@ def write_mla_model(folder: Path, spec: ModelSpec = SMALL, seed: int = 1) -> Non
 
     The sizes of the latent are DeepSeek's own, since vLLM's kernels for CPUs know no others.
     """
-    from safetensors.numpy import save_file
-
     weight, hidden, heads, size = _weights(seed), spec.hidden_size, spec.num_heads, spec.head_dim
     tensors = _ends(weight, spec)
     tensors["lm_head.weight"] = weight(spec.vocab_size, hidden)  # vLLM ties none of this architecture's embeddings
@@ -73,11 +66,7 @@ def write_mla_model(folder: Path, spec: ModelSpec = SMALL, seed: int = 1) -> Non
             **_behind_attention(weight, spec),
         }
         tensors.update({f"model.layers.{layer}.{name}.weight": part for name, part in parts.items()})
-    folder.mkdir(parents=True, exist_ok=True)
-    write_config(folder, spec)
-    config = json.loads((folder / "config.json").read_text()) | _mla_config(spec)
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(folder, "model", llama_config(spec) | _mla_config(spec), tensors)
 
 
 def _mla_config(spec: ModelSpec) -> dict[str, object]:
@@ -134,8 +123,6 @@ def _behind_attention(weight: _Weights, spec: ModelSpec) -> dict[str, Float32Arr
 
 def write_adapter(folder: Path, spec: ModelSpec = SMALL, seed: int = 1) -> None:
     """Write a LoRA adapter of the keys' and values' projections, so that its KV differs from the base model's."""
-    from safetensors.numpy import save_file
-
     chance = np.random.default_rng(seed)
     hidden, kv = spec.hidden_size, spec.num_kv_heads * spec.head_dim
     tensors = {}
@@ -146,7 +133,6 @@ def write_adapter(folder: Path, spec: ModelSpec = SMALL, seed: int = 1) -> None:
             up = chance.standard_normal((kv, _RANK), np.float32)
             tensors[f"{prefix}.lora_A.weight"] = down / np.float32(hidden**0.5)
             tensors[f"{prefix}.lora_B.weight"] = up
-    folder.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -156,5 +142,4 @@ def write_adapter(folder: Path, spec: ModelSpec = SMALL, seed: int = 1) -> None:
         "bias": "none",
         "target_modules": ["k_proj", "v_proj"],
     }
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_weights(folder, "adapter_model", config, tensors)

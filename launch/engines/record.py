@@ -17,7 +17,7 @@ from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.bench.machine import describe_machine
 from fastdeploy_cache.launch.engines.report import CaseResult, Line, print_cases, print_lines
 from fastdeploy_cache.launch.engines.results import Passed
-from fastdeploy_cache.launch.findings import STANDARD_OUTPUT, check_target, console_beside, write_json
+from fastdeploy_cache.launch.findings import STANDARD_OUTPUT, console_beside, write_json
 
 
 class LaneRecord:
@@ -29,15 +29,14 @@ class LaneRecord:
         Raises:
             LaunchError: the file, or the folder of logs beside it, cannot be written.
         """
-        check_target(json_file)
+        self._console = console_beside(json_file, 140)
         self.version = ""
         self.findings: list[str] = []
         self._engine, self._json_file, self._seconds = engine, json_file, seconds
-        self._console = console_beside(json_file, 140)
         self._machine = describe_machine()
         self._stages: list[dict[str, Any]] = []
-        self._lines: list[Line] = []
-        self._cases: list[CaseResult] = []
+        self.lines: list[Line] = []
+        self.cases: list[CaseResult] = []
         self.logs = _folder_of_logs(json_file)
         self._console.print(f"logs are kept in {self.logs}")
 
@@ -47,10 +46,10 @@ class LaneRecord:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Print and write what there is. What has ended the lane early is only written: who called prints it."""
         self._console.print(f"{self._engine} {self.version} on a CPU; seconds are {self._seconds}")
-        if self._lines:
-            print_lines(self._console, self._lines)
-        if self._cases:
-            print_cases(self._console, self._cases)
+        if self.lines:
+            print_lines(self._console, self.lines)
+        if self.cases:
+            print_cases(self._console, self.cases)
         for finding in self.findings:
             self._console.print(f"missed: {finding}", markup=False)
         if error is not None:
@@ -85,19 +84,14 @@ class LaneRecord:
             self._console.print(f"{len(self._stages):3d}. {name}: {end}, {stage['seconds']:.0f} s", markup=False)
             self._write()
 
-    def add_lines(self, lines: Iterable[Line]) -> list[Line]:
-        """Take up lines of the table, one by one as they come; returns all that there are."""
-        for line in lines:
-            self._lines.append(line)
+    def add(self, found: Iterable[Line | CaseResult]) -> None:
+        """Take up lines of the table, and cases, one by one as they come."""
+        for each in found:
+            if isinstance(each, Line):
+                self.lines.append(each)
+            else:
+                self.cases.append(each)
             self._write()
-        return self._lines
-
-    def add_cases(self, cases: Iterable[CaseResult]) -> list[CaseResult]:
-        """The same for cases."""
-        for case in cases:
-            self._cases.append(case)
-            self._write()
-        return self._cases
 
     def _write(self, *, is_over: bool = False) -> None:
         """Standard output takes one document, at the end."""
@@ -108,8 +102,8 @@ class LaneRecord:
             self._engine.lower(): self.version,
             "logs": str(self.logs),
             "stages": self._stages,
-            "lines": [asdict(line) for line in self._lines],
-            "cases": [asdict(case) for case in self._cases],
+            "lines": [asdict(line) for line in self.lines],
+            "cases": [asdict(case) for case in self.cases],
             "failed": self.findings,
             "is_over": is_over,
         }

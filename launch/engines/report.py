@@ -64,7 +64,7 @@ def line_of(
 def print_lines(console: Console, lines: Sequence[Line]) -> None:
     """Print the table."""
     columns = ("equal", "prompt", "cached", "gpu", "cpu", "storage", "median s", "longest s", "cpu s", "kills")
-    table = table_of(("run", *columns), words=("run",))
+    rows = []
     for line in lines:
         counts: list[int | str] = [line.num_prompt_tokens, line.num_cached_tokens, *(line.hit_tokens or ("-",) * 3)]
         if line.num_stored_tokens is not None:
@@ -75,14 +75,11 @@ def print_lines(console: Console, lines: Sequence[Line]) -> None:
             f"{line.cpu_seconds:.1f}" if line.cpu_seconds else "-",
         )
         equal = f"{line.num_equal} of {line.num_requests}"
-        table.add_row(line.run, equal, *map(str, counts), *seconds, str(line.num_kills))
-    console.print(table)
+        rows.append((line.run, equal, *counts, *seconds, line.num_kills))
+    console.print(table_of(("run", *columns), rows, words=("run",)))
 
 
 def print_cases(console: Console, cases: Sequence[CaseResult]) -> None:
     """Print the table."""
-    table = table_of(("case", "equal", "gpu", "cpu", "storage", "note"), words=("case", "note"))
-    for case in cases:
-        equal = f"{case.num_equal} of {case.num_answers}"
-        table.add_row(case.name, equal, *map(str, case.hit_tokens), case.failed or case.note)
-    console.print(table)
+    rows = [(c.name, f"{c.num_equal} of {c.num_answers}", *c.hit_tokens, c.failed or c.note) for c in cases]
+    console.print(table_of(("case", "equal", "gpu", "cpu", "storage", "note"), rows, words=("case", "note")))

@@ -41,7 +41,8 @@ def run_sglang_lane(json_file: Path | None = None) -> bool:
     record = LaneRecord("SGLang", json_file, seconds="of whole answers")
     with record, tempfile.TemporaryDirectory(prefix="fastdeploy-engines-") as name:
         write_hf_folder(Path(name) / "model")
-        record.findings += _findings(record.add_lines(_served(Path(name), record)))
+        record.add(_served(Path(name), record))
+        record.findings += _findings(record.lines)
     return not record.findings
 
 

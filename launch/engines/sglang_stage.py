@@ -14,7 +14,7 @@ from typing import Any
 from fastdeploy_cache.launch.engines.results import Passed, Served, StageResult, to_json
 from fastdeploy_cache.launch.engines.stages import made_up_prompts
 
-_OUTPUT_TOKENS, _VOCABULARY = 8, 49_000
+_OUTPUT_TOKENS, _VOCABULARY, _GPU_TOKENS, _SEED = 8, 49_000, 1024, 1
 _STORAGE_PROCESS = "fastdeploy_cache.transfer_manager.storage"
 _INJECTOR = "SGLANG_TEST_HICACHE_BACKEND_RANDOM_"
 
@@ -28,13 +28,10 @@ class EngineRun:
     lengths: tuple[int, ...]  # tokens of each prompt
     num_passes: int = 2
     page_size: int = 32
-    num_gpu_tokens: int = 1024
-    layout: str = "page_first_direct"
     storage: dict[str, Any] | None = None  # our options of the backend; None: SGLang alone
     kill_every: int = 0  # requests between two kills of the storage process
     random_delay_seconds: float = 0.0  # SGLang's own wrapper delays each call of the backend by up to this
     failure_probability: float = 0.0  # and fails so many of them
-    seed: int = 1
 
 
 def main() -> None:
@@ -64,7 +61,7 @@ def run(settings: EngineRun) -> StageResult:
         disable_overlap_schedule=True,
         skip_tokenizer_init=True,
         mem_fraction_static=0.2,
-        max_total_tokens=settings.num_gpu_tokens,
+        max_total_tokens=_GPU_TOKENS,
         page_size=settings.page_size,
         log_level="warning",
         **_hicache(settings),
@@ -74,7 +71,7 @@ def run(settings: EngineRun) -> StageResult:
     num_kills = num_requests = 0
     for _ in range(settings.num_passes):
         served, hits = [], []
-        for prompt in made_up_prompts(settings.lengths, _VOCABULARY, settings.seed):
+        for prompt in made_up_prompts(settings.lengths, _VOCABULARY, _SEED):
             num_requests += 1
             if settings.kill_every and num_requests % settings.kill_every == 0:
                 num_kills += _kill_storage()
@@ -105,7 +102,7 @@ def _hicache(settings: EngineRun) -> dict[str, Any]:
         "hicache_ratio": 2.0,
         "hicache_write_policy": "write_through",
         "hicache_io_backend": "direct",
-        "hicache_mem_layout": settings.layout,
+        "hicache_mem_layout": "page_first_direct",
         "hicache_storage_backend": "dynamic",
         "hicache_storage_prefetch_policy": "wait_complete",
         "hicache_storage_backend_extra_config": json.dumps(extra),

@@ -58,9 +58,8 @@ class VLLMLane:
     def _run_beside_lmcache(self, name: str, plan: Mapping[str, Any]) -> StageResult:
         assert self.lmcache is not None, "it is run only where it is installed"
         log = self.record.log_of(f"{name} server")
-        with lmcache_server(self.lmcache, log, chunk_tokens=_BLOCK_TOKENS) as server:
-            beside = {"cache": server.connector_options, "beside_pid": server.pid}
-            return self._run(name, {**plan, **beside}, server.environment)
+        with lmcache_server(self.lmcache, log, chunk_tokens=_BLOCK_TOKENS) as (beside, environment):
+            return self._run(name, {**plan, **beside}, environment)
 
     def _run(self, name: str, plan: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> StageResult:
         log = self.record.log_of(name)
@@ -86,11 +85,11 @@ def run_vllm_lane(json_file: Path | None = None, *, only_answers: bool = False, 
         lane = VLLMLane(Path(name), lmcache, record)
         model = lane.folder / "model"
         write_hf_folder(model)
-        lines = record.add_lines(_served(lane, _SHORT if only_answers else _LONG, num_rounds=1 if only_answers else 2))
-        record.findings += _findings(lines)
-        record.add_cases(run_cases(lane))
-        cases = record.add_cases(http_cases(lane, str(model)))
-        record.findings += [f"{case.name}: {case.failed}" for case in cases if case.failed]
+        record.add(_served(lane, _SHORT if only_answers else _LONG, num_rounds=1 if only_answers else 2))
+        record.findings += _findings(record.lines)
+        record.add(run_cases(lane))
+        record.add(http_cases(lane, str(model)))
+        record.findings += [f"{case.name}: {case.failed}" for case in record.cases if case.failed]
     return not record.findings
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -51,6 +52,13 @@ class WorkerArrays(Protocol):
     def read(self) -> Bytes:
         """The images of all blocks."""
         ...
+
+
+def rows_of(layers: Sequence[Mapping[str, Any]], images: Bytes) -> Iterator[tuple[Any, Bytes]]:
+    """Each tensor of the layers with its bytes of these images; all tensors have as many."""
+    tensors = [tensor for layer in layers for tensor in layer.values()]
+    rows = np.split(images, len(tensors), axis=1)
+    return zip(tensors, map(np.ascontiguousarray, rows), strict=True)
 
 
 class PlainArrays:

@@ -11,7 +11,7 @@ import numpy as np
 
 from fastdeploy_cache.errors import DeviceError, LaunchError
 from fastdeploy_cache.ipc.shared_array import SharedArray
-from fastdeploy_cache.launch.gpu.gpu_memory import Bytes, GpuMemory, expect_equal, noise
+from fastdeploy_cache.launch.gpu.gpu_memory import GpuMemory, expect_equal, noise
 from fastdeploy_cache.launch.gpu.layouts import ID_PAIRS, LAYOUTS, NUM_CPU_BLOCKS, NUM_GPU_BLOCKS
 from fastdeploy_cache.launch.gpu.notes import GpuOptions, Notes
 from fastdeploy_cache.transfer_manager.device.copy_kernel import CopyKernel
@@ -22,6 +22,7 @@ from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
 _QUICK = ("float16", "steps", "extra layers", "block first", "uneven")
+_noise = lru_cache(maxsize=4)(noise)
 _SWAPS = (TaskKind.SWAP_OUT, TaskKind.SWAP_IN)
 _BAD_IDS = (([0, NUM_GPU_BLOCKS], [0, 1]), ([0, 1], [0, NUM_CPU_BLOCKS]), ([0, -1], [0, 1]), ([0, 1, 2], [0, 1]))
 
@@ -122,11 +123,6 @@ class _Twins:
         """Both tiers, whole: what was to be written, and what was not."""
         expect_equal(f"{what}: CPU blocks", self.images, self.images_twin)
         expect_equal(f"{what}: GPU memory", self.gpu.read(), self.kv_twin)
-
-
-@lru_cache(maxsize=4)
-def _noise(seed: int, num_bytes: int) -> Bytes:
-    return noise(seed, num_bytes)
 
 
 @contextmanager

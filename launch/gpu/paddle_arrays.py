@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.gpu.arrays import there_and_back
+from fastdeploy_cache.launch.gpu.arrays import rows_of, there_and_back
 from fastdeploy_cache.launch.gpu.gpu_memory import Bytes
 from fastdeploy_cache.launch.gpu.notes import GpuOptions, Notes
 from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle
@@ -36,16 +36,11 @@ class PaddleArrays:
         return export_kv(_LAYOUT, self.layers, 0)
 
     def write(self, images: Bytes) -> None:
-        start, num_bytes = 0, _LAYOUT.parts[0].num_bytes
-        for layer in self.layers:
-            for tensor in layer.values():
-                row, address = np.ascontiguousarray(images[:, start : start + num_bytes]), tensor.data_ptr()
-                tensor.set_value(row.view(np.float16).reshape(tensor.shape))
-                if tensor.data_ptr() != address:
-                    raise LaunchError(
-                        "Paddle's set_value has moved the tensor; this section needs another way to write"
-                    )
-                start += num_bytes
+        for tensor, row in rows_of(self.layers, images):
+            address = tensor.data_ptr()
+            tensor.set_value(row.view(np.float16).reshape(tensor.shape))
+            if tensor.data_ptr() != address:
+                raise LaunchError("Paddle's set_value has moved the tensor; this section needs another way to write")
         self._paddle.device.synchronize()
 
     def read(self) -> Bytes:

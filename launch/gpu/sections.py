@@ -13,9 +13,10 @@ _HERE = "fastdeploy_cache.launch.gpu"
 DEVICE_NEEDS = ("numpy", "msgspec", "cuda.bindings")
 _RANKS = (*DEVICE_NEEDS, "zmq")
 _MANAGER = (*_RANKS, "prometheus_client")
+_OF_VLLM = (*_MANAGER, "safetensors", "psutil")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Section:
     """One part of the report. `entry` is `module:function`; it gets `Notes` and `GpuOptions`."""
 
@@ -28,63 +29,16 @@ class Section:
 
 
 SECTIONS = (
-    Section(name="environment", title="Environment", entry=f"{_HERE}.environment:run", deadline_seconds=40),
-    Section(
-        name="steps",
-        title="The driver's calls, one by one",
-        entry=f"{_HERE}.first_steps:run",
-        deadline_seconds=30,
-        needs=DEVICE_NEEDS,
-    ),
-    Section(
-        name="device",
-        title="Copies of the device, byte for byte",
-        entry=f"{_HERE}.device_bytes:run",
-        deadline_seconds=80,
-        needs=DEVICE_NEEDS,
-    ),
-    Section(name="bandwidth", title="Speed", entry=f"{_HERE}.bandwidth:run", deadline_seconds=120, needs=_RANKS),
-    Section(
-        name="arrays",
-        title="Arrays of another process, by CUDA IPC",
-        entry=f"{_HERE}.arrays:run",
-        deadline_seconds=40,
-        needs=_RANKS,
-    ),
-    Section(
-        name="torch",
-        title="Arrays of PyTorch, by CUDA IPC",
-        entry=f"{_HERE}.torch_arrays:run",
-        deadline_seconds=60,
-        needs=_RANKS,
-        framework="torch",
-    ),
-    Section(
-        name="paddle",
-        title="Arrays of Paddle, by CUDA IPC",
-        entry=f"{_HERE}.paddle_arrays:run",
-        deadline_seconds=45,
-        needs=_RANKS,
-        framework="paddle",
-    ),
-    Section(
-        name="kills", title="Ranks killed under load", entry=f"{_HERE}.kills:run", deadline_seconds=60, needs=_RANKS
-    ),
-    Section(
-        name="engine",
-        title="The reference engine, its KV arrays on the GPU",
-        entry=f"{_HERE}.engine:run",
-        deadline_seconds=60,
-        needs=_MANAGER,
-    ),
-    Section(
-        name="vllm",
-        title="vLLM with the connector",
-        entry=f"{_HERE}.vllm_run:run",
-        deadline_seconds=200,
-        needs=(*_MANAGER, "safetensors", "psutil"),
-        framework="vllm",
-    ),
+    Section("environment", "Environment", f"{_HERE}.environment:run", 40),
+    Section("steps", "The driver's calls, one by one", f"{_HERE}.first_steps:run", 30, DEVICE_NEEDS),
+    Section("device", "Copies of the device, byte for byte", f"{_HERE}.device_bytes:run", 80, DEVICE_NEEDS),
+    Section("bandwidth", "Speed", f"{_HERE}.bandwidth:run", 120, _RANKS),
+    Section("arrays", "Arrays of another process, by CUDA IPC", f"{_HERE}.arrays:run", 40, _RANKS),
+    Section("torch", "Arrays of PyTorch, by CUDA IPC", f"{_HERE}.torch_arrays:run", 60, _RANKS, "torch"),
+    Section("paddle", "Arrays of Paddle, by CUDA IPC", f"{_HERE}.paddle_arrays:run", 45, _RANKS, "paddle"),
+    Section("kills", "Ranks killed under load", f"{_HERE}.kills:run", 60, _RANKS),
+    Section("engine", "The reference engine, its KV arrays on the GPU", f"{_HERE}.engine:run", 60, _MANAGER),
+    Section("vllm", "vLLM with the connector", f"{_HERE}.vllm_run:run", 200, _OF_VLLM, "vllm"),
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_cache.errors import DeviceError, LaunchError
-from fastdeploy_cache.launch.gpu.arrays import there_and_back
+from fastdeploy_cache.launch.gpu.arrays import rows_of, there_and_back
 from fastdeploy_cache.launch.gpu.gpu_memory import Bytes
 from fastdeploy_cache.launch.gpu.notes import GpuOptions, Notes
 from fastdeploy_cache.transfer_manager.device.cuda import export_kv
@@ -49,12 +49,8 @@ class TorchArrays:
         return export_kv(_LAYOUT, self.layers, 0)
 
     def write(self, images: Bytes) -> None:
-        start, num_bytes = 0, _LAYOUT.parts[0].num_bytes
-        for layer in self.layers:
-            for tensor in layer.values():
-                row = self._torch.from_numpy(np.ascontiguousarray(images[:, start : start + num_bytes]))
-                tensor.copy_(row.view(tensor.dtype).reshape(tensor.shape))
-                start += num_bytes
+        for tensor, row in rows_of(self.layers, images):
+            tensor.copy_(self._torch.from_numpy(row).view(tensor.dtype).reshape(tensor.shape))
         self._torch.cuda.synchronize()
 
     def read(self) -> Bytes:

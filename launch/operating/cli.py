@@ -2,111 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fastdeploy_cache.config.sources import RUN_FOLDER_VARIABLE
 from fastdeploy_cache.errors import counted, duration, named
-from fastdeploy_cache.launch.background.run_folder import folder_to_look_in
-from fastdeploy_cache.launch.operating.asking import SOMETHING_IS_WRONG, RunningCache, show_json
+from fastdeploy_cache.launch.operating.asking import SOMETHING_IS_WRONG, RunningCache
+from fastdeploy_cache.launch.options import spread
 
 operating_app = typer.Typer()
-RunDir = Annotated[
-    Path,
-    typer.Option(
-        envvar=RUN_FOLDER_VARIABLE,
-        default_factory=folder_to_look_in,
-        help="Folder that the server was started from; else the usual one, or ./run, as the scripts of a checkout use.",
-    ),
-]
-Socket = Annotated[
-    Path | None,
-    typer.Option(
-        help="A cache's insight.control_socket, or serve's --control-socket; else the server's in the background."
-    ),
-]
 _RESTART = "restart-rank"
-AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
-
-
-def _show(found: Any, json: bool, in_words: Callable[[], Any]) -> None:
-    """What was found, as JSON or `in_words`."""
-    if json:
-        show_json(found)
-    else:
-        _print(in_words())
-
-
-def _print(shown: Any) -> None:
-    """A table, a tree, or lines."""
-    if isinstance(shown, str):
-        typer.echo(shown)
-    else:
-        from fastdeploy_cache.launch.findings import console_beside, print_table
-
-        print_table(console_beside(None, 0), shown)
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache status --watch")
+@spread
 def status(
-    run_dir: RunDir,
-    socket: Socket = None,
-    json: AsJson = False,
+    cache: RunningCache,
     watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C.")] = False,
     every: Annotated[float, typer.Option(min=0.1, max=3600, help="With --watch: seconds between two views.")] = 2.0,
-) -> None:
+) -> int:
     """Show the tiers, ranks, hit rates and misses of a running cache.
 
     Exit status 0: shown; 3: nobody listens there; 4: it does not answer.
     """
     from fastdeploy_cache.launch.operating.text import status_lines
 
-    cache = RunningCache(socket, run_dir)
     if watch:
-        if json:
+        if cache.as_json:
             raise typer.BadParameter("--json with --watch; ask again and again for JSON instead")
         from fastdeploy_cache.launch.findings import console_beside
         from fastdeploy_cache.launch.operating.watch import watch as run
 
         problem, code = run(cache.status, every, console_beside(None, 0))
         typer.echo(f"fastdeploy-cache: {problem}", err=True)
-        raise typer.Exit(code)
-    document, code = cache.status()
-    if json:  # a program that reads it needs no other case
-        show_json(document)
-    else:
-        for line in status_lines(document) if code == 0 else [document["problem"]]:
-            typer.echo(f"== {line}")
-    raise typer.Exit(code)
+        return code
+    document, code = cache.status()  # as JSON the same document, however it is: a program needs no other case
+    lines = [document["problem"]] if code else status_lines(document)
+    cache.show(document, lambda: [f"== {line}" for line in lines])
+    return code
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache top --num 5")
-def top(
-    run_dir: RunDir,
-    num: Annotated[int, typer.Option(min=1, max=2000, help="How many.")] = 20,
-    socket: Socket = None,
-    json: AsJson = False,
-) -> None:
+@spread
+def top(cache: RunningCache, num: Annotated[int, typer.Option(min=1, max=2000, help="How many.")] = 20) -> None:
     """Show the prefixes that the most requests have used, and what of them is where.
 
     Exit status 0: shown; 1: it cannot be asked; 3: nobody listens there.
     """
     from fastdeploy_cache.launch.operating.text import top_table
 
-    found = RunningCache(socket, run_dir).look("top", num_prefixes=num)
-    _show(found, json, lambda: top_table(found) if found else "nothing is cached")
+    found = cache.look("top", num_prefixes=num)
+    cache.show(found, lambda: top_table(found) if found else "nothing is cached")
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache tree --depth 3")
+@spread
 def tree(
-    run_dir: RunDir,
+    cache: RunningCache,
     depth: Annotated[int, typer.Option(min=1, max=64, help="Prefixes in a row, at most.")] = 4,
     nodes: Annotated[int, typer.Option(min=1, max=2000, help="Prefixes in all, at most.")] = 100,
-    socket: Socket = None,
-    json: AsJson = False,
 ) -> None:
     """Show the prefix tree where it is used most, and what is left out.
 
@@ -114,16 +69,15 @@ def tree(
     """
     from fastdeploy_cache.launch.operating.text import prefix_tree
 
-    found = RunningCache(socket, run_dir).look("tree", depth=depth, max_nodes=nodes)
-    _show(found, json, lambda: prefix_tree(found))
+    found = cache.look("tree", depth=depth, max_nodes=nodes)
+    cache.show(found, lambda: prefix_tree(found))
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache requests --num 10")
+@spread
 def requests(
-    run_dir: RunDir,
+    cache: RunningCache,
     num: Annotated[int, typer.Option(min=1, max=2000, help="Running ones, and recent ones, at most.")] = 20,
-    socket: Socket = None,
-    json: AsJson = False,
 ) -> None:
     """Show the requests that run now, and what the last ones hit and missed.
 
@@ -131,98 +85,85 @@ def requests(
     """
     from fastdeploy_cache.launch.operating.text import recent_line, requests_table
 
-    found = RunningCache(socket, run_dir).look("requests", num_requests=num)
-    if json:
-        show_json(found)
-        return
-    typer.echo(f"{found['num_running']} running")
-    if found["running"]:
-        _print(requests_table(found))
-    if found["recent"]:
-        typer.echo("\n".join(["the last ones, the newest first:", *map(recent_line, found["recent"])]))
+    found = cache.look("requests", num_requests=num)
+    running = [requests_table(found)] if found["running"] else []
+    recent = ["the last ones, the newest first:", *map(recent_line, found["recent"])] if found["recent"] else []
+    cache.show(found, lambda: [f"{found['num_running']} running", *running, *recent])
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache ranks")
-def ranks(run_dir: RunDir, socket: Socket = None, json: AsJson = False) -> None:
+@spread
+def ranks(cache: RunningCache) -> int:
     """Show the processes that copy, and what they have to do.
 
     Exit status 0: all are up; 1: it cannot be asked; 3: nobody listens there; 4: one is down.
     """
     from fastdeploy_cache.launch.operating.text import ranks_table
 
-    found = RunningCache(socket, run_dir).look("ranks")
-    if json:
-        show_json(found)
-    else:
-        _print(ranks_table(found) if found["ranks"] else "this cache has no processes of its own")
-        loads, copies = found["num_loads_in_flight"], found["num_copies_down_in_flight"]
-        typer.echo(f"in flight: {counted(loads, 'load')}, {counted(copies, 'copy')} down")
-    raise typer.Exit(0 if all(each["up"] for each in found["ranks"]) else SOMETHING_IS_WRONG)
+    found = cache.look("ranks")
+    table = ranks_table(found) if found["ranks"] else "this cache has no processes of its own"
+    loads, copies = found["num_loads_in_flight"], found["num_copies_down_in_flight"]
+    cache.show(found, lambda: [table, f"in flight: {counted(loads, 'load')}, {counted(copies, 'copy')} down"])
+    return 0 if all(each["up"] for each in found["ranks"]) else SOMETHING_IS_WRONG
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache pin 0123456789abcdef --seconds 3600")
+@spread
 def pin(
+    cache: RunningCache,
     name: Annotated[str, typer.Argument(help="Of the prefix, as in `top` and `tree`.")],
-    run_dir: RunDir,
     seconds: Annotated[float, typer.Option(min=0.001, max=604800, help="For so long, from now on.")] = 3600.0,
-    socket: Socket = None,
-    json: AsJson = False,
 ) -> None:
     """Keep a prefix in its tiers for a time, whatever else is needed.
 
     Exit status 0: done; 1: refused, as it is not cached, or too much is pinned; 3: nobody listens there.
     """
-    found = RunningCache(socket, run_dir).look("pin", name=name, seconds=seconds)
+    found = cache.look("pin", name=name, seconds=seconds)
     what = f"{counted(found['num_tokens'], 'token')}, {counted(found['num_blocks'], 'block')}"
-    _show(found, json, lambda: f"pinned {what}, for {duration(seconds)}")
+    cache.show(found, lambda: f"pinned {what}, for {duration(seconds)}")
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache unpin 0123456789abcdef")
-def unpin(
-    name: Annotated[str, typer.Argument(help="Of the pin, as in `pins`.")],
-    run_dir: RunDir,
-    socket: Socket = None,
-    json: AsJson = False,
-) -> None:
+@spread
+def unpin(cache: RunningCache, name: Annotated[str, typer.Argument(help="Of the pin, as in `pins`.")]) -> None:
     """End a pin before its time.
 
     Exit status 0: done; 1: there is none of that name; 3: nobody listens there.
     """
-    found = RunningCache(socket, run_dir).look("unpin", name=name)
-    _show(found, json, lambda: f"unpinned {counted(found['num_blocks'], 'block')}")
+    found = cache.look("unpin", name=name)
+    cache.show(found, lambda: f"unpinned {counted(found['num_blocks'], 'block')}")
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache pins")
-def pins(run_dir: RunDir, socket: Socket = None, json: AsJson = False) -> None:
+@spread
+def pins(cache: RunningCache) -> None:
     """Show what is pinned, and for how long.
 
     Exit status 0: shown; 1: it cannot be asked; 3: nobody listens there.
     """
     from fastdeploy_cache.launch.operating.text import pins_table
 
-    found = RunningCache(socket, run_dir).look("pins")
-    _show(found, json, lambda: pins_table(found) if found else "nothing is pinned")
+    found = cache.look("pins")
+    cache.show(found, lambda: pins_table(found) if found else "nothing is pinned")
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache policy lfu")
+@spread
 def policy(
-    run_dir: RunDir,
-    name: Annotated[str | None, typer.Argument(help="Evict by this one from now on.")] = None,
-    socket: Socket = None,
-    json: AsJson = False,
+    cache: RunningCache, name: Annotated[str | None, typer.Argument(help="Evict by this one from now on.")] = None
 ) -> None:
     """Show the eviction policy, or set another one. What is cached stays, and how often it was used is known on.
 
     Exit status 0: done; 1: refused; 3: nobody listens there.
     """
-    cache = RunningCache(socket, run_dir)
     found = cache.look("policy") if name is None else cache.look("set-policy", name=name)
     known = ", ".join(found["known"])
-    _show(found, json, lambda: f"{found['name']} (configured: {found['configured']}; known: {known})")
+    cache.show(found, lambda: f"{found['name']} (configured: {found['configured']}; known: {known})")
 
 
 @operating_app.command("what-if", epilog="Example: fastdeploy-cache what-if")
-def what_if(run_dir: RunDir, socket: Socket = None, json: AsJson = False) -> None:
+@spread
+def what_if(cache: RunningCache) -> None:
     """Show what the last hour would have hit with other sizes of each tier: whether more memory would pay.
 
     It is known after 10 requests, counted from the first metrics endpoint or the first such look on.
@@ -230,86 +171,77 @@ def what_if(run_dir: RunDir, socket: Socket = None, json: AsJson = False) -> Non
     """
     from fastdeploy_cache.launch.operating.text import WHAT_IF_NOT_KNOWN, what_if_table
 
-    found = RunningCache(socket, run_dir).look("what-if")
-    _show(found, json, lambda: what_if_table(found) if found else WHAT_IF_NOT_KNOWN)
+    found = cache.look("what-if")
+    cache.show(found, lambda: what_if_table(found) if found else WHAT_IF_NOT_KNOWN)
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache flight last.flight")
+@spread
 def flight(
-    run_dir: RunDir,
+    cache: RunningCache,
     file: Annotated[Path | None, typer.Argument(help="Where to, or a folder; else insight.flight_folder.")] = None,
-    socket: Socket = None,
-    json: AsJson = False,
 ) -> None:
     """Write what the flight recorder of a running cache has kept. The file goes to the machine of that cache.
 
     Exit status 0: written; 1: refused, or it cannot be written; 3: nobody listens there.
     """
     wanted = str(file.absolute()) if file is not None else None
-    found = RunningCache(socket, run_dir).look("write-flight", file=wanted)
+    found = cache.look("write-flight", file=wanted)
     path = found["file"]
-    _show(found, json, lambda: f"written to {path}; look at it with: fastdeploy-cache simulate --replay {path}")
+    cache.show(found, lambda: f"written to {path}; look at it with: fastdeploy-cache simulate --replay {path}")
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache verify")
+@spread
 def verify(
-    run_dir: RunDir,
+    cache: RunningCache,
     checksums: Annotated[bool, typer.Option("--checksums", help="Say of bytes, too, what is checked.")] = False,
-    socket: Socket = None,
-    json: AsJson = False,
-) -> None:
+) -> int:
     """Check that the books of a running cache add up. It stands still meanwhile: 3 seconds for a million blocks.
 
     Exit status 0: they do; 1: it cannot be asked; 3: nobody listens there; 4: they do not.
     """
-    found = RunningCache(socket, run_dir).look("verify", checksums=checksums)
-    if json:
-        show_json(found)
-    else:
-        for text in found["checked"]:
-            typer.echo(f"checked: {text}")
-        for text in found["not_checked"]:
-            typer.echo(f"not checked: {text}")
-        problem = found["problem"]
-        typer.echo(f"all hold ({duration(found['seconds'])})" if problem is None else f"BROKEN: {problem}")
-    raise typer.Exit(0 if found["problem"] is None else SOMETHING_IS_WRONG)
+    found = cache.look("verify", checksums=checksums)
+    lines = [f"checked: {text}" for text in found["checked"]]
+    lines += [f"not checked: {text}" for text in found["not_checked"]]
+    problem = found["problem"]
+    lines.append(f"all hold ({duration(found['seconds'])})" if problem is None else f"BROKEN: {problem}")
+    cache.show(found, lambda: lines)
+    return 0 if problem is None else SOMETHING_IS_WRONG
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache explain --last 3")
+@spread
 def explain(
-    run_dir: RunDir,
+    cache: RunningCache,
     request_id: Annotated[
         str | None,
         typer.Argument(metavar="[ID]", help="Its X-Request-ID, the id in its answer's body, or that in the log."),
     ] = None,
     last: Annotated[int, typer.Option(min=1, max=100, help="Without an id: so many of the last requests.")] = 1,
-    socket: Socket = None,
-    json: AsJson = False,
 ) -> None:
     """Show where the prompt tokens of a request came from, and why the others did not.
 
     Exit status 0: shown; 1: the cache does not remember such a request; 3: nobody listens there.
     """
-    cache = RunningCache(socket, run_dir)
     if request_id is None:
         found = cache.look("explain-last", num_requests=last)
     else:
         found = cache.look("explain", request_id=request_id)
-    _show_texts(found, "no request has been admitted yet", as_json=json)
+    _show_texts(cache, found, "no request has been admitted yet")
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache doctor")
+@spread
 def doctor(
-    run_dir: RunDir,
-    socket: Socket = None,
+    cache: RunningCache,
     metrics: Annotated[
         str | None, typer.Option(metavar="FILE_OR_URL", help="Go by a page of metrics, where only that can be reached.")
     ] = None,
     recording: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Go by a file of the flight recorder, which is replayed.")
     ] = None,
-    json: AsJson = False,
-) -> None:
+) -> int:
     """Say what is wrong with a running cache: the evidence, what to change, and what that can give.
 
     Exit status 0: nothing is; 1: it cannot be asked; 3: nobody listens there; 4: something is wrong.
@@ -317,28 +249,29 @@ def doctor(
     if metrics is not None and recording is not None:
         raise typer.BadParameter("--metrics with --recording; give one of them")
     if metrics is not None:
-        from fastdeploy_cache.launch.operating.doctor_page import findings_of_page
+        from fastdeploy_cache.launch.operating.doctor import findings_of_page
 
         found = findings_of_page(metrics)
     elif recording is not None:
-        from fastdeploy_cache.launch.operating.doctor_recording import findings_of_recording
+        from fastdeploy_cache.launch.operating.doctor import findings_of_recording
 
         found = findings_of_recording(recording)
     else:
-        found = RunningCache(socket, run_dir).look("examine")
-    _show_texts(found, "nothing is wrong, as far as can be seen", as_json=json)
-    raise typer.Exit(SOMETHING_IS_WRONG if found else 0)
+        found = cache.look("examine")
+    _show_texts(cache, found, "nothing is wrong, as far as can be seen")
+    return SOMETHING_IS_WRONG if found else 0
 
 
-def _show_texts(found: list[dict[str, Any]], otherwise: str, *, as_json: bool) -> None:
+def _show_texts(cache: RunningCache, found: list[dict[str, Any]], otherwise: str) -> None:
     texts = [each.pop("text") for each in found]
-    _show(found, as_json, lambda: "\n".join(texts) or otherwise)
+    cache.show(found, lambda: texts or otherwise)
 
 
 @operating_app.command("control", epilog="Example: fastdeploy-cache control pause")
+@spread
 def control_cache(
+    cache: RunningCache,
     verb: Annotated[str, typer.Argument(help="pause, resume, sleep, wake, clear, update-weights or restart-rank.")],
-    run_dir: RunDir,
     name: Annotated[
         str | None,
         typer.Argument(
@@ -346,10 +279,8 @@ def control_cache(
             "restart-rank: the number of a rank that is down; all of them without it."
         ),
     ] = None,
-    socket: Socket = None,
     tier: Annotated[list[str] | None, typer.Option(help="sleep: gpu or cpu alone; both without it.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that it may take, up to 600.")] = 30.0,
-    json: AsJson = False,
 ) -> None:
     """Pause, resume, put to sleep, wake or clear a running cache, tell it of new weights, or start its ranks that are
     down; print how it is then.
@@ -358,13 +289,13 @@ def control_cache(
     """
     _check_control(verb, name, tier, timeout)
     if verb == _RESTART:
-        found = RunningCache(socket, run_dir).look(verb, rank=None if name is None else int(name))
-        _show(found, json, lambda: _restarted(found["ranks"]))
+        found = cache.look(verb, rank=None if name is None else int(name))
+        cache.show(found, lambda: _restarted(found["ranks"]))
         return
     given = {"tiers": tier or None, "weights_id": name}
     fields = {name: value for name, value in given.items() if value is not None}
-    status = RunningCache(socket, run_dir).ask(verb, timeout, **fields)
-    _show({"status": status}, json, lambda: _done(verb, name, tier or []) + status)
+    status = cache.ask(verb, timeout, **fields)
+    cache.show({"status": status}, lambda: _done(verb, name, tier or []) + status)
 
 
 def _restarted(ranks: list[int]) -> str:

@@ -73,17 +73,19 @@ def hit_rates_line(document: Mapping[str, Any]) -> str:
 
 def what_if_table(rates: Sequence[Mapping[str, Any]]) -> Table:
     """What other sizes of the tiers would have hit in the last hour."""
-    table = table_of(("tier", "times its size", "blocks", "policy", "hit", "seconds saved"), words=("tier", "policy"))
-    for rate in rates:
-        saved = rate["saved_seconds"]
-        table.add_row(
+    rows = [
+        (
             rate["tier"].upper(),
             f"{rate['factor']:g}",
-            str(rate["num_blocks"]),
+            rate["num_blocks"],
             rate["policy"],
             f"{rate['token_hit_rate']:.1%}",
-            "-" if saved is None else f"{saved:.1f}",
+            "-" if rate["saved_seconds"] is None else f"{rate['saved_seconds']:.1f}",
         )
+        for rate in rates
+    ]
+    columns = ("tier", "times its size", "blocks", "policy", "hit", "seconds saved")
+    table = table_of(columns, rows, words=("tier", "policy"))
     most = rates[0]["most_token_hit_rate"]
     if most is not None:
         table.caption = f"No size of any tier, and no policy, would have hit more than {most:.1%}."
@@ -104,20 +106,17 @@ def _worth(document: Mapping[str, Any]) -> list[str]:
 def top_table(prefixes: Sequence[Mapping[str, Any]]) -> Table:
     """Prefixes, a row for each."""
     columns = ("prefix", "namespace", "tokens", "uses", "GPU\nblocks", "CPU\nblocks", "used\nbefore", "goes\non", "pin")
-    table = table_of(columns, words=_WORDS)
-    for each in prefixes:
-        table.add_row(
-            each["name"],
-            each["namespace"],
-            str(each["num_prefix_tokens"]),
-            str(each["num_uses"]),
-            str(each["num_gpu_blocks"]),
-            str(each["num_cpu_blocks"]),
+    told = ("name", "namespace", "num_prefix_tokens", "num_uses", "num_gpu_blocks", "num_cpu_blocks")
+    rows = [
+        (
+            *(each[name] for name in told),
             seconds_ago(each["idle_seconds"]).replace("under ", "<"),
-            str(each["num_children"]),
+            each["num_children"],
             "yes" if each["is_pinned"] else "",
         )
-    return table
+        for each in prefixes
+    ]
+    return table_of(columns, rows, words=_WORDS)
 
 
 def prefix_tree(found: Mapping[str, Any]) -> Tree:
@@ -147,19 +146,15 @@ def _hang(tree: Tree, found: Mapping[str, Any]) -> None:
 def requests_table(found: Mapping[str, Any]) -> Table:
     """Requests that run, a row for each."""
     columns = ("request", "phase", "tokens", "computed", "blocks", "matched", "running for")
-    table = table_of(columns, words=_WORDS)
-    for each in found["running"]:
-        matched = ", ".join(f"{count} {tier}" for tier, count in each["matched_tokens"].items()) or "nothing"
-        table.add_row(
-            each["request_id"],
-            each["phase"],
-            str(each["num_tokens"]),
-            str(each["num_computed_tokens"]),
-            str(each["num_blocks"]),
-            matched,
+    rows = [
+        (
+            *(each[name] for name in ("request_id", "phase", "num_tokens", "num_computed_tokens", "num_blocks")),
+            ", ".join(f"{count} {tier}" for tier, count in each["matched_tokens"].items()) or "nothing",
             f"{each['running_seconds']:.1f} s",
         )
-    return table
+        for each in found["running"]
+    ]
+    return table_of(columns, rows, words=_WORDS)
 
 
 def recent_line(explanation: Mapping[str, Any]) -> str:
@@ -172,19 +167,15 @@ def recent_line(explanation: Mapping[str, Any]) -> str:
 
 def ranks_table(found: Mapping[str, Any]) -> Table:
     """Ranks, a row for each."""
-    table = table_of(("rank", "state", "pid", "restarts", "busy lanes"), words=_WORDS)
-    for each in found["ranks"]:
-        state = process_word(each)
-        table.add_row(
-            str(each["rank"]), state, str(each["pid"]), str(each["num_restarts"]), f"{each['num_busy_lanes']} of 2"
-        )
-    return table
+    rows = [
+        (each["rank"], process_word(each), each["pid"], each["num_restarts"], f"{each['num_busy_lanes']} of 2")
+        for each in found["ranks"]
+    ]
+    return table_of(("rank", "state", "pid", "restarts", "busy lanes"), rows, words=_WORDS)
 
 
 def pins_table(pins: Sequence[Mapping[str, Any]]) -> Table:
     """Pins, a row for each, the next to end first."""
-    table = table_of(("prefix", "tokens", "blocks", "of them\non the GPU", "ends in"), words=_WORDS)
-    for each in pins:
-        blocks = str(each["num_blocks"]), str(each["num_gpu_blocks"])
-        table.add_row(each["name"], str(each["num_tokens"]), *blocks, seconds_ago(each["seconds_left"]))
-    return table
+    told = ("name", "num_tokens", "num_blocks", "num_gpu_blocks")
+    rows = [(*(each[name] for name in told), seconds_ago(each["seconds_left"])) for each in pins]
+    return table_of(("prefix", "tokens", "blocks", "of them\non the GPU", "ends in"), rows, words=_WORDS)

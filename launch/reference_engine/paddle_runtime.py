@@ -16,8 +16,6 @@ import numpy as np
 
 from fastdeploy_cache.errors import ModelLoadError
 
-__all__ = ["check_distributions", "import_paddle", "share_array"]
-
 _DISTRIBUTIONS = ("paddlepaddle", "paddlepaddle-gpu")
 
 

@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle, share_array
+from fastdeploy_cache.launch.reference_engine.weight_cache import Float32Array
 from fastdeploy_cache.launch.reference_engine.weights import ModelSpec
 
-__all__ = ["KVShard", "PagedKV", "SequenceChunk"]
-
-Float32Array = np.ndarray[Any, np.dtype[np.float32]]
 Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 
 

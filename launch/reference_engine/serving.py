@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager
 from fastdeploy_cache.launch.reference_engine.engine import Engine, EngineSettings
-from fastdeploy_cache.launch.reference_engine.model import KVShard, Llama
+from fastdeploy_cache.launch.reference_engine.model import Llama
+from fastdeploy_cache.launch.reference_engine.paged_kv import KVShard
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, ModelSpec
 
 logger = logging.getLogger(__name__)

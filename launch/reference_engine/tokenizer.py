@@ -14,8 +14,6 @@ import numpy as np
 from fastdeploy_cache.errors import ModelLoadError
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
 
-__all__ = ["ChatTokenizer", "StreamDecoder"]
-
 TokenArray = np.ndarray[Any, np.dtype[np.int32]]
 
 _CONTROL = 3  # llama.cpp's token type of <|im_start|> and the like

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["FORMAT_VERSION", "CacheDamagedError", "read_cache", "write_cache"]
-
 FORMAT_VERSION = 1
 _MAGIC = b"FDCWGT01"
 _PREFIX = struct.Struct("<8sQII")  # magic, header length in bytes, header crc32, tensors crc32

@@ -26,8 +26,6 @@ from fastdeploy_cache.launch.reference_engine.weight_cache import (
     write_cache,
 )
 
-__all__ = ["ModelFiles", "ModelSpec", "default_cache_dir", "find_packaged_gguf", "load_model_files"]
-
 logger = logging.getLogger(__name__)
 
 

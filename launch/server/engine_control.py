@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
+from functools import partial
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.reference_engine.engine import Engine
@@ -32,49 +32,37 @@ class EngineControl:
 
     def pause(self, timeout_seconds: float) -> None:
         """Answers stand still and new ones wait; what is cached stays."""
-        with self._still(timeout_seconds) as deadline:
-            self._cache.life.pause(_left(deadline))
+        self._do(timeout_seconds, self._cache.life.pause)
 
     def resume(self, timeout_seconds: float) -> None:
         """The reverse of `pause`."""
-        with self._still(timeout_seconds) as deadline:
-            self._cache.life.resume(_left(deadline))
+        self._do(timeout_seconds, self._cache.life.resume)
 
     def sleep(self, timeout_seconds: float, tiers: Collection[TierName]) -> None:
         """Give back the memory of these tiers."""
-        with self._still(timeout_seconds) as deadline:
-            self._engine.preempt_all()
-            self._cache.life.sleep(_left(deadline), tiers=tiers)
+        self._do(timeout_seconds, partial(self._cache.life.sleep, tiers=tiers), forgets=True)
 
     def wake(self, timeout_seconds: float) -> None:
         """The reverse of `sleep`; then it runs."""
-        with self._still(timeout_seconds) as deadline:
-            self._cache.life.wake(_left(deadline))
+        self._do(timeout_seconds, self._cache.life.wake)
 
     def clear(self, timeout_seconds: float) -> None:
         """Forget what is cached; then it is as before."""
-        with self._still(timeout_seconds) as deadline:
-            self._engine.preempt_all()
-            self._cache.life.clear(_left(deadline))
+        self._do(timeout_seconds, self._cache.life.clear, forgets=True)
 
     def update_weights(self, timeout_seconds: float, weights_id: str | None) -> None:
         """What is cached was computed with other weights: forget it; then it is as before."""
-        with self._still(timeout_seconds) as deadline:
-            self._engine.preempt_all()
-            self._cache.life.update_weights(weights_id, _left(deadline))
+        self._do(timeout_seconds, partial(self._cache.life.update_weights, weights_id), forgets=True)
 
-    @contextmanager
-    def _still(self, timeout_seconds: float) -> Iterator[float]:
-        """Hold the engine between two of its steps; gives the deadline."""
+    def _do(self, timeout_seconds: float, verb: Callable[[float], object], *, forgets: bool = False) -> None:
+        """Hold the engine between two of its steps meanwhile."""
         deadline = time.monotonic() + timeout_seconds
         if not self._engine.pause(timeout_seconds):
             raise LaunchError(f"the engine's step was not over within {timeout_seconds} s; try again with more time")
         try:
-            yield deadline
+            if forgets:
+                self._engine.preempt_all()
+            verb(max(0.0, deadline - time.monotonic()))
         finally:
             if self._cache.life.status is LifeCycleStatus.RUNNING:
                 self._engine.resume()
-
-
-def _left(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())

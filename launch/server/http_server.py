@@ -14,8 +14,7 @@ from fastdeploy_cache.ipc.log_lines import in_request
 from fastdeploy_cache.ipc.shortage import share_of_files
 from fastdeploy_cache.launch.server.acceptor import Acceptor
 from fastdeploy_cache.launch.server.answers import failure
-from fastdeploy_cache.launch.server.client_counts import ClientCounts
-from fastdeploy_cache.launch.server.limits import ClientGoneError, Connection, Limits, connection_of
+from fastdeploy_cache.launch.server.limits import ClientCounts, ClientGoneError, Connection, Limits, connection_of
 from fastdeploy_cache.launch.server.request_log import FACTS, ID_HEADER, REQUEST_ID, log_request, request_id_of
 from fastdeploy_cache.metrics.allowed_hosts import AllowedHosts
 from fastdeploy_cache.metrics.exporter import cannot_listen

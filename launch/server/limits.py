@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,7 +14,6 @@ from aiohttp import http_exceptions, web
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.ipc.log_lines import in_request
 from fastdeploy_cache.launch.server.answers import failure
-from fastdeploy_cache.launch.server.client_counts import ClientCounts
 from fastdeploy_cache.launch.server.request_log import ID_HEADER, REQUEST_ID
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,37 @@ _MAX_LINE_BYTES = 65536  # of a request's first line; a header's field has aioht
 
 class ClientGoneError(ConnectionError):
     """Nobody waits for the answer any more, or takes it."""
+
+
+class ClientCounts:
+    """How much each client, by its address, has open of something that many share: connections, or prompts computed at
+    its wish. None has more than the others leave room for. Any thread."""
+
+    def __init__(self, max_per_client: int) -> None:
+        self.max_per_client = max_per_client
+        self._lock = threading.Lock()
+        self._num_open: Counter[str] = Counter()
+
+    def enter(self, client: str) -> bool:
+        """One more; False, and nothing is counted, where the client has as many as it may."""
+        with self._lock:
+            if self._num_open[client] >= self.max_per_client:
+                return False
+            self._num_open[client] += 1
+            return True
+
+    @property
+    def num_open(self) -> int:
+        """Open connections of all clients together."""
+        with self._lock:
+            return self._num_open.total()
+
+    def leave(self, client: str) -> None:
+        """One that had entered is over."""
+        with self._lock:
+            self._num_open[client] -= 1
+            if not self._num_open[client]:
+                del self._num_open[client]
 
 
 class Limits(NamedTuple):

@@ -19,7 +19,7 @@ from fastdeploy_cache.launch.reference_engine.generation import (
 )
 from fastdeploy_cache.launch.server.api_requests import ApiRequest
 from fastdeploy_cache.launch.server.arrivals import Arrivals
-from fastdeploy_cache.launch.server.client_counts import ClientCounts
+from fastdeploy_cache.launch.server.limits import ClientCounts
 from fastdeploy_cache.peers.transfers import Send
 
 _OFFER_TIMEOUT_SECONDS = 60.0  # for a prompt to be begun

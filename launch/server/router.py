@@ -12,11 +12,10 @@ from aiohttp import web
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.server.answers import failure, success
-from fastdeploy_cache.launch.server.client_counts import ClientCounts
 from fastdeploy_cache.launch.server.forwarding import Forwarding, HungError
 from fastdeploy_cache.launch.server.http_server import answering, route_of_the_rest
 from fastdeploy_cache.launch.server.instances import Instances
-from fastdeploy_cache.launch.server.limits import read_body
+from fastdeploy_cache.launch.server.limits import ClientCounts, read_body
 from fastdeploy_cache.launch.server.request_log import FACTS
 from fastdeploy_cache.launch.server.router_pages import RouterPages
 from fastdeploy_cache.launch.server.upstream import READINESS, Place, Question, Upstream

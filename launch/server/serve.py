@@ -8,7 +8,7 @@ import queue
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from fastdeploy_cache.launch.server.chat import ChatApi
 from fastdeploy_cache.launch.server.engine_control import EngineControl
 from fastdeploy_cache.launch.server.http_server import HttpServer
 from fastdeploy_cache.launch.server.instance_app import InstanceApp
+from fastdeploy_cache.launch.server.options import ServeOptions
 from fastdeploy_cache.launch.server.readiness import tell_ready, tell_status
 from fastdeploy_cache.launch.server.settings import check_pool, load_config, named
 from fastdeploy_cache.life_cycle import LifeCycleStatus
@@ -36,43 +37,30 @@ _FLIGHT = "flight"  # no end: a flight recording is asked for
 _ASKS = {signal.SIGTERM: "asked", signal.SIGINT: "asked", signal.SIGUSR1: _FLIGHT}
 
 
-def serve(
-    config_file: Path | None,
-    settings: Sequence[str],
-    *,
-    host: str,
-    port: int,
-    metrics_port: int,
-    storage_folder: Path | None,
-    control_socket: Path | None = None,
-    role: str = "mixed",
-    recompute_not_received: bool = True,
-    allow_hosts: Sequence[str] = (),
-) -> None:
-    """Run until SIGTERM or SIGINT. `settings` are KEY=VALUE and win over file and environment.
+def serve(options: ServeOptions) -> None:
+    """Run until SIGTERM or SIGINT.
 
-    `storage_folder` is short for a file store there, named by the digest of the model's weights. At `control_socket`
-    (else at the configured one) it takes the verbs of `insight.control_messages`. `role` is short for that setting and
-    the peer's `weights_id`; without `recompute_not_received` a chat whose offered blocks do not come is an error.
-    `allow_hosts`: names that both ports may be asked under, beside those of loopback and `host`.
+    At its control socket (else at the configured one) it takes the verbs of `insight.control_messages`. Where it is not
+    to recompute what was not received, a chat whose offered blocks do not come is an error.
 
     Raises:
         LaunchError, PortInUseError, IPCError: a port or the socket is taken.
         ConfigError, ModelLoadError, RankStartError, NotEnoughMemoryError: it cannot start as configured.
     """
     files = _import_and_read()  # before the signal handlers below, which Paddle's own would replace
-    loaded = load_config(files, config_file, settings, role=role, storage_folder=storage_folder)
-    config, control_socket = _own_socket(loaded, control_socket)
+    config, control_socket = _own_socket(load_config(files, options), options.control_socket)
     tokenizer = _tokenizer(files, config)
     endings = _hear_signals()
-    server, control = _listen(host, port, metrics_port, control_socket, allow_hosts)
+    server, control = _listen(options, control_socket)
     try:
-        config = named(config, server.port) if role != "mixed" else config
+        config = named(config, server.port) if options.role != "mixed" else config
         tell_status(f"starting {counted(config.transfer.tp_size, 'rank')}")
-        with running_engine(files, config, recompute_not_received=recompute_not_received) as engine:
-            metrics_url = engine.cache.serve_metrics(host, metrics_port, allow_hosts=allow_hosts)
+        can_recompute = options.on_receive_failure == "recompute"
+        with running_engine(files, config, recompute_not_received=can_recompute) as engine:
+            hosts = options.allow_host or []
+            metrics_url = engine.cache.serve_metrics(options.host, options.metrics_port, allow_hosts=hosts)
             app = InstanceApp(ChatApi(engine, tokenizer), engine.cache, metrics_url).build()
-            url = f"http://{host}:{server.port}"
+            url = f"http://{options.host}:{server.port}"
             ranks, role = config.transfer.tp_size, config.role
             logger.info("event=serving url=%s metrics=%s ranks=%d role=%s", url, metrics_url, ranks, role)
             tell_ready(url=url, metrics=metrics_url)
@@ -175,12 +163,10 @@ def check_metrics_port(host: str, port: int) -> None:
         raise LaunchError(f"metrics {text}") from error
 
 
-def _listen(
-    host: str, port: int, metrics_port: int, control_socket: Path | None, allow_hosts: Sequence[str]
-) -> tuple[HttpServer, ControlServer | None]:
+def _listen(options: ServeOptions, control_socket: Path | None) -> tuple[HttpServer, ControlServer | None]:
     """Take all ports before the ranks start: one that is taken should cost nothing."""
-    check_metrics_port(host, metrics_port)
-    server = HttpServer(host, port, allow_hosts=allow_hosts)
+    check_metrics_port(options.host, options.metrics_port)
+    server = HttpServer(options.host, options.port, allow_hosts=options.allow_host or [])
     try:
         return server, ControlServer(control_socket) if control_socket is not None else None
     except CacheError:

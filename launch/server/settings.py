@@ -13,20 +13,31 @@ from fastdeploy_cache.errors import ConfigError, LaunchError, counted
 from fastdeploy_cache.launch.reference_engine.serving import layout_of
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
 from fastdeploy_cache.launch.server.api_requests import DEFAULT_NEW_TOKENS
+from fastdeploy_cache.launch.server.options import ServeOptions
 
 DEFAULT_FILE = Path(__file__).parent.with_name("serve.toml")
 
 
-def load_config(
-    files: ModelFiles, path: Path | None, settings: Sequence[str], *, role: str, storage_folder: Path | None
-) -> CacheConfig:
-    """The configuration for this model; `settings` are KEY=VALUE and win over everything else.
+def load_config(files: ModelFiles, options: ServeOptions) -> CacheConfig:
+    """The configuration for this model; what `--set` says wins over file and environment.
+
+    `storage` is short for a file store there, named by the digest of the model's weights, and `role` for that setting
+    and the peer's `weights_id`.
 
     Raises:
         ConfigError: it is none, does not fit the model, or has peers and no secret.
+        LaunchError: no such device.
     """
-    settings = [*_role_settings(files, role), *_storage_settings(files, storage_folder), *settings]
-    config = _load(files, path, settings)
+    given = list(options.settings or [])
+    given += [f"transfer.tp_size={options.ranks}"] if options.ranks is not None else []
+    given += [f"transfer.log_dir={options.log_dir}"] if options.log_dir is not None else []
+    given += device_settings(options.device, given)
+    if options.storage is not None:
+        given = [f"storage.folder={options.storage}", f"storage.weights_id={files.digest}", *given]
+        given = ["storage.kind=file", "storage.admission=all", *given]
+    if options.role != "mixed":
+        given = [f"role={options.role}", f"peer.weights_id={files.digest}", *given]
+    config = _load(files, options.config, given)
     _check_secret(config)
     return config
 
@@ -44,10 +55,6 @@ def check_pool(config: CacheConfig, num_chat_tokens: int) -> None:
         )
 
 
-def _role_settings(files: ModelFiles, role: str) -> list[str]:
-    return [f"role={role}", f"peer.weights_id={files.digest}"] if role != "mixed" else []
-
-
 def named(config: CacheConfig, port: int) -> CacheConfig:
     """The settings, with a name that tells the instances of a host apart, where nobody has named this one."""
     if config.peer is None or config.peer.name:
@@ -63,13 +70,6 @@ def _check_secret(config: CacheConfig) -> None:
             "making; make a secret with `fastdeploy-cache peer-secret FILE` and give all instances of the group "
             "--set peer.secret_file=FILE"
         )
-
-
-def _storage_settings(files: ModelFiles, folder: Path | None) -> list[str]:
-    if folder is None:
-        return []
-    store = {"kind": "file", "folder": str(folder), "weights_id": files.digest, "admission": "all"}
-    return [f"storage.{key}={value}" for key, value in store.items()]
 
 
 def device_settings(device: str, settings: Sequence[str]) -> list[str]:

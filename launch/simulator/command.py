@@ -15,6 +15,7 @@ from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.insight.flight.file import is_recording
 from fastdeploy_cache.launch.findings import check_target, console_beside, progress_on, write_json
 from fastdeploy_cache.launch.simulator.bound import Clairvoyant, infinite_hit_rate
+from fastdeploy_cache.launch.simulator.options import SimulateOptions
 from fastdeploy_cache.launch.simulator.plot import check_plot, draw
 from fastdeploy_cache.launch.simulator.recorded_trace import read_recorded_trace
 from fastdeploy_cache.launch.simulator.replay import Replay, Replayed, StorePlan
@@ -27,27 +28,6 @@ _ADMISSIONS = ("second_use", "all")  # `priority` needs hints, which traces have
 _Sizes = tuple[int, int, int]  # blocks of GPU, CPU and storage
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SimulateOptions:
-    """What to replay, and where the findings go."""
-
-    trace_block_size: int
-    block_size: int | None
-    gpu_blocks: list[str]
-    cpu_blocks: list[str]
-    storage_blocks: list[str]
-    policies: list[str]
-    write_policy: str
-    storage_write_policy: str
-    storage_admission: str
-    json_file: Path | None
-    plot_file: Path | None
-    bound: bool
-    skip_bad: bool
-    config_file: Path | None = None  # whose layout says how many bytes a block has
-    prefill_tokens_per_second: float | None = None
-
-
 def simulate(path: Path, options: SimulateOptions) -> None:
     """Replay the trace once for each capacity and policy; print, and write what was asked for.
 
@@ -55,9 +35,8 @@ def simulate(path: Path, options: SimulateOptions) -> None:
         LaunchError: a bad trace or option.
     """
     console = console_beside(options.json_file, 80 if _split(options.storage_blocks) == ["0"] else 110)
-    policies = _names(options.policies)
+    policies = _names(options.policy)
     _check_choices(options)
-    check_target(options.json_file)
     check_target(options.plot_file)
     if options.plot_file is not None:
         check_plot(options.plot_file)

@@ -96,15 +96,18 @@ class FlightReplay:
         self.outcome = ReplayOutcome()
         self._record: Record = {}
         self._began: float | None = None
-        self._steps: dict[RecordKind, Callable[[Record], object]] = {
-            RecordKind.MATCHED: self._match,
-            RecordKind.LOOKED: self._look,
+        self._steps_of_requests: dict[RecordKind, Callable[[Record, _Live], object]] = {
             RecordKind.SETTLED_LATE: self._settle,
             RecordKind.ALLOCATED: self._allocate,
             RecordKind.REFUSED: self._refuse,
             RecordKind.COMMITTED: self._commit,
             RecordKind.CONFIRMED: self._confirm,
             RecordKind.RELEASED: self._release,
+        }
+        self._steps: dict[RecordKind, Callable[[Record], object]] = {
+            **dict.fromkeys(self._steps_of_requests, self._step_of_request),
+            RecordKind.MATCHED: self._match,
+            RecordKind.LOOKED: self._look,
             RecordKind.TASK_ENDED: self._end_task,
             RecordKind.RESET: lambda _: self.cache.reset(),
             RecordKind.GPU_FORGOTTEN: lambda record: self.cache.ranks.kv_lost(self._rank(record)),
@@ -162,28 +165,25 @@ class FlightReplay:
         if self._heard.num_looked != record["num_found"]:
             self._differ("prefetch", f"{record['num_found']} blocks found", f"{self._heard.num_looked}")
 
-    def _settle(self, record: Record) -> None:
+    def _step_of_request(self, record: Record) -> None:
         live = self._of(record)
         if live is not None:
-            live.match = live.match.wait(0)
+            self._steps_of_requests[record["kind"]](record, live)
 
-    def _allocate(self, record: Record) -> None:
-        live = self._of(record)
-        if live is not None:
-            if not record["ahead"]:
-                self._poll(live)
-            self._take(live, record["num_blocks"], ahead=bool(record["ahead"]))
+    def _settle(self, _: Record, live: _Live) -> None:
+        live.match = live.match.wait(0)
 
-    def _take(self, live: _Live, num_blocks: int, *, ahead: bool = False) -> None:
+    def _allocate(self, record: Record, live: _Live) -> None:
+        num_blocks, ahead = record["num_blocks"], bool(record["ahead"])
+        if not ahead:
+            self._poll(live)
         try:
             self.cache.allocate(live.request, num_blocks, ahead_of_loads=ahead)
         except OutOfBlocksError as error:
             self._differ("allocate", f"{num_blocks} blocks given", f"refused, {error.missing} missing")
 
-    def _refuse(self, record: Record) -> None:
-        live, wanted = self._of(record), f"refused, {record['num_missing']} missing"
-        if live is None:
-            return
+    def _refuse(self, record: Record, live: _Live) -> None:
+        wanted = f"refused, {record['num_missing']} missing"
         try:
             self.cache.allocate(live.request, record["num_blocks"])
         except OutOfBlocksError as error:
@@ -192,10 +192,7 @@ class FlightReplay:
         else:
             self._differ("allocate", wanted, f"{record['num_blocks']} blocks given")
 
-    def _commit(self, record: Record) -> None:
-        live = self._of(record)
-        if live is None:
-            return
+    def _commit(self, record: Record, live: _Live) -> None:
         self._poll(live)
         if record["num_held"] > _num_held(live.active):
             self._step_together([record])
@@ -231,15 +228,12 @@ class FlightReplay:
             elif not is_refusal and isinstance(answer, Exception):
                 self._differ("step", "done", f"refused: {answer}")
 
-    def _confirm(self, record: Record) -> None:
-        live = self._of(record)
-        if live is not None and live.active.is_ahead:
+    def _confirm(self, record: Record, live: _Live) -> None:
+        if live.active.is_ahead:
             self.cache.confirm(live.request, 0, arrived=bool(record["arrived"]))
 
-    def _release(self, record: Record) -> None:
-        live, flags = self._of(record), record["flags"]
-        if live is None:
-            return
+    def _release(self, record: Record, live: _Live) -> None:
+        flags = record["flags"]
         self._poll(live)
         live.request.session_ended = bool(flags & Flag.SESSION_ENDED)
         live.request.tool_call_pending = bool(flags & Flag.TOOL_CALL_PENDING)

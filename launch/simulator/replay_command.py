@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.insight.flight.file import read_recording
-from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
+from fastdeploy_cache.launch.findings import console_beside, write_json
 from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
 from fastdeploy_cache.launch.simulator.replay_outcome import ReplayOutcome
 
@@ -21,7 +21,6 @@ def replay_recording(path: Path, json_file: Path | None) -> int:
         LaunchError: nothing to replay, or findings that cannot be written.
         RecordingError: the recording cannot be read or replayed.
     """
-    check_target(json_file)
     console = console_beside(json_file, 110)
     recording = read_recording(path)
     outcome = FlightReplay(recording).run()

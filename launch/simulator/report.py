@@ -52,17 +52,17 @@ def _print_table(console: Console, rows: Sequence[dict[str, Any]], has_storage: 
     columns += ["saved"] if has_speed else []
     if has_storage:
         columns = [column.replace(" ", "\n") for column in columns]  # else it is wider than most terminals
-    table = table_of(columns, words=("policy",), is_narrow=True)
-    for row in rows:
-        rates = (row[f"{tier}token_hit_rate"] for tier in ("", *(f"{tier}_" for tier in tiers)))
-        table.add_row(
-            *(str(row[f"{tier}_blocks"]) for tier in tiers),
+    cells = [
+        (
+            *(row[f"{tier}_blocks"] for tier in tiers),
             row["policy"],
-            *(f"{rate:.2%}" for rate in rates),
+            *(f"{row[f'{tier}token_hit_rate']:.2%}" for tier in ("", *(f"{tier}_" for tier in tiers))),
             *(_count(row[name]) for name in counts),
             *([f"{row['saved_seconds']:.0f} s"] if has_speed else []),
         )
-    console.print(table)
+        for row in rows
+    ]
+    console.print(table_of(columns, cells, words=("policy",), is_narrow=True))
 
 
 def tokens_text(number: int) -> str:

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.text import Text
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.findings import check_target, console_beside, print_table, progress_on, write_json
+from fastdeploy_cache.launch.findings import console_beside, print_table, progress_on, write_json
 from fastdeploy_cache.launch.storage import report
-from fastdeploy_cache.launch.storage.place import Place, open_place
+from fastdeploy_cache.launch.storage.opening import open_place
+from fastdeploy_cache.launch.storage.place import Place
 from fastdeploy_cache.launch.storage.report import Facts
 from fastdeploy_cache.transfer_manager.storage.admin import Checked, Cleared, StorageAdmin
 
@@ -144,8 +145,7 @@ def _whole_id(console: Console, admin: StorageAdmin, given: str | None) -> str |
     Raises:
         LaunchError: several begin so.
     """
-    known = admin.weights_ids() if given else set()
-    found = sorted(each for each in known if given and each.startswith(given))
+    known, found = _begun_by(admin, given or "")
     if given in known or not found:
         return given
     if len(found) > 1:
@@ -154,14 +154,19 @@ def _whole_id(console: Console, admin: StorageAdmin, given: str | None) -> str |
     return found[0]
 
 
+def _begun_by(admin: StorageAdmin, given: str) -> tuple[set[str], list[str]]:
+    """All ids that are there, and those that begin so."""
+    known = admin.weights_ids() if given else set()
+    return known, sorted(each for each in known if each.startswith(given))
+
+
 def _check_whole(admin: StorageAdmin, given: str) -> None:
     """Refuse the beginning of an id: tomorrow it may be that of other weights, and what is cleared is gone.
 
     Raises:
         LaunchError: it is no id that is there, and one or several begin so.
     """
-    known = admin.weights_ids()
-    found = sorted(each for each in known if given and each.startswith(given))
+    known, found = _begun_by(admin, given)
     if found and given not in known:
         raise LaunchError(f"{given!r} is only the beginning of {_listing(found)}; clear takes the whole id")
 
@@ -185,7 +190,6 @@ def _damaged(console: Console, admin: StorageAdmin) -> list[str]:
 
 
 def _console(json_file: Path | None) -> Console:
-    check_target(json_file)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a store may hold names that a terminal cannot show

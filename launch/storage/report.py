@@ -128,13 +128,15 @@ def size(num_bytes: float | None) -> str:
 def weights_table(rows: Sequence[Facts]) -> Table:
     """A line for each weights."""
     columns = ("weights", "ranks", "spaces", "objects", "bytes", "on the disk", "open")
-    table = table_of(columns, words=("weights", "ranks"))
-    for row in rows:
-        ranks = ", ".join(f"{len(group['ranks'])} of {group['tp_size']}" for group in row["ranks"])
-        sizes = (size(row["bytes"]), size(row["allocated_bytes"]))
-        counts = (str(row["spaces"]), f"{row['objects']:,}", *sizes, _open(row))
-        table.add_row(Text(weights(row)), ranks or _UNKNOWN, *counts)
-    return table
+    cells = [
+        (
+            Text(weights(row)),
+            ", ".join(f"{len(group['ranks'])} of {group['tp_size']}" for group in row["ranks"]) or _UNKNOWN,
+            *(row["spaces"], f"{row['objects']:,}", size(row["bytes"]), size(row["allocated_bytes"]), _open(row)),
+        )
+        for row in rows
+    ]
+    return table_of(columns, cells, words=("weights", "ranks"))
 
 
 def _open(row: Facts) -> str:
@@ -146,10 +148,9 @@ def _open(row: Facts) -> str:
 
 def checked_table(rows: Sequence[Facts]) -> Table:
     """A line for each space."""
-    table = table_of(("weights", "rank", "objects", "damaged", "gone"), words=("weights", "rank"))
-    for row in rows:
-        table.add_row(Text(weights(row)), rank(row), *(f"{row[name]:,}" for name in ("objects", "damaged", "gone")))
-    return table
+    counts = ("objects", "damaged", "gone")
+    cells = [(Text(weights(row)), rank(row), *(f"{row[name]:,}" for name in counts)) for row in rows]
+    return table_of(("weights", "rank", *counts), cells, words=("weights", "rank"))
 
 
 def damage(row: Facts, num_shown: int, *, was_to_go: bool) -> list[str]:

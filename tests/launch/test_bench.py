@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.bench import control_command
 from fastdeploy_cache.launch.bench.control import chain_floor, match_over_edges
-from fastdeploy_cache.launch.bench.control_command import ControlOptions, bench_control
+from fastdeploy_cache.launch.bench.control_command import bench_control
+from fastdeploy_cache.launch.bench.options import ControlOptions
 from fastdeploy_cache.launch.bench.scale import FullCache, eviction_cost, full_server
 from fastdeploy_cache.launch.bench.serving import PHASES, new_server, serve_workload
 from fastdeploy_cache.launch.bench.steps import our_step, step_cost
@@ -100,8 +101,8 @@ def test_the_program_writes_every_promised_figure(tmp_path: Path) -> None:
     trace = write(tmp_path / "t", [line(i, [1, 2, 10 + i], 12 * 128) for i in range(30)])
     recipes = Recipe("chat", 64, 40), Recipe("chat", 16, 40), Recipe("long", 64, 8)
     peer = f"vllm={write_stand_in(tmp_path)}"
-    options = ControlOptions(trace, 512, 1, "640,6400", max_runs=100, peer=peer, recipes=recipes)
-    are_kept = bench_control(options, tmp_path / "j")
+    options = ControlOptions(trace, 512, 1, "640,6400", max_runs=100, peer=peer)
+    are_kept = bench_control(options, tmp_path / "j", recipes)
     found = json.loads((tmp_path / "j").read_text())
     reach = {entry["name"]: entry for entry in found["reach"]}
     assert len(reach) == len(found["reach"])

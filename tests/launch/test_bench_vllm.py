@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.bench.control_command import ControlOptions, bench_control
+from fastdeploy_cache.launch.bench.control_command import bench_control
+from fastdeploy_cache.launch.bench.options import ControlOptions
 from fastdeploy_cache.launch.bench.serving import new_server, serve_workload
 from fastdeploy_cache.launch.bench.vllm_manager import vllm_version
 from fastdeploy_cache.launch.bench.vllm_process import vllm_process

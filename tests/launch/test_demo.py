@@ -18,8 +18,7 @@ from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.launch.bench.machine import describe_machine
 from fastdeploy_cache.launch.cli import app
 from fastdeploy_cache.launch.demo import command
-from fastdeploy_cache.launch.demo.next_steps import next_steps
-from fastdeploy_cache.launch.demo.report import KINDS, show
+from fastdeploy_cache.launch.demo.report import KINDS, next_steps, show
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from fastdeploy_cache.errors import MetricsError
 from fastdeploy_cache.launch.cli import app
-from fastdeploy_cache.launch.operating.doctor_page import findings_of_page
+from fastdeploy_cache.launch.operating.doctor import findings_of_page
 from tests.rigs.asker import Asker
 from tests.rigs.sick_caches import SICK
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.errors import LaunchError, RecordingError
 from fastdeploy_cache.launch.cli import app
-from fastdeploy_cache.launch.operating.doctor_recording import findings_of_recording
+from fastdeploy_cache.launch.operating.doctor import findings_of_recording
 
 SIZE = 4
 

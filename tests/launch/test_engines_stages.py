@@ -101,8 +101,8 @@ def test_what_was_done_is_told_when_a_later_stage_fails(tmp_path: Path, capsys: 
         assert "1. the first: one: 3 answers, 7 tokens hit" in capsys.readouterr().out
         written = json.loads(file.read_text())
         assert [stage["name"] for stage in written["stages"]] == ["the first: one"] and not written["is_over"]
-        record.add_lines([_line()])
-        record.add_cases(cases())
+        record.add([_line()])
+        record.add(cases())
     printed, written = capsys.readouterr().out, json.loads(file.read_text())
     assert "2. the last one: failed" in printed and "a run" in printed and "a case" in printed
     assert [each["run"] for each in written["lines"]] == ["a run"] and written["is_over"] and written["vllm"] == "1.2"

@@ -11,7 +11,8 @@ import sys
 import numpy as np
 import pytest
 
-from fastdeploy_cache.launch.reference_engine.model import KVShard, Llama, SequenceChunk
+from fastdeploy_cache.launch.reference_engine.model import Llama
+from fastdeploy_cache.launch.reference_engine.paged_kv import KVShard, SequenceChunk
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
 from tests.rigs.reference_model import (

@@ -10,6 +10,7 @@ import pytest
 from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, ModelSpec
+from fastdeploy_cache.launch.server.options import ServeOptions
 from fastdeploy_cache.launch.server.settings import check_pool, load_config
 
 SIZES = "block_size = 16\nnum_gpu_blocks = 8\n"
@@ -21,7 +22,7 @@ def load(path: Path | None, *settings: str) -> CacheConfig:
         object.__setattr__(spec, name, value)
     files: Any = ModelFiles.__new__(ModelFiles)
     object.__setattr__(files, "spec", spec)
-    return load_config(files, path, settings, role="mixed", storage_folder=None)
+    return load_config(files, ServeOptions(config=path, settings=list(settings)))
 
 
 @pytest.mark.parametrize(

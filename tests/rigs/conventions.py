@@ -12,7 +12,8 @@ import numpy as np
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, TransferConfig
 from fastdeploy_cache.launch.demo.conversations import Conversation
 from fastdeploy_cache.launch.demo.scenario import prompt_of
-from fastdeploy_cache.launch.reference_engine.model import Llama, SequenceChunk
+from fastdeploy_cache.launch.reference_engine.model import Llama
+from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
 from fastdeploy_cache.launch.reference_engine.serving import cpu_shard, layout_of
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles

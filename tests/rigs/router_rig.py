@@ -10,9 +10,8 @@ from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
-from fastdeploy_cache.launch.server.client_counts import ClientCounts
 from fastdeploy_cache.launch.server.instances import Instances
-from fastdeploy_cache.launch.server.limits import Limits
+from fastdeploy_cache.launch.server.limits import ClientCounts, Limits
 from fastdeploy_cache.launch.server.router import MAX_BODY_BYTES, Router
 from tests.rigs.http_rig import served
 
