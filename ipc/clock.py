@@ -48,6 +48,9 @@ class Alarm(Protocol):
 class Clock:
     """The machine's own time and waits. Any thread.
 
+    A subclass sets its own after `__init__`. Child processes go by the machine's clock, whatever the engine has: a
+    deadline of another clock says nothing to them, so theirs is the place of stand-ins.
+
     Attributes:
         age: the seconds by which what is cached becomes old; those of `now`, unless somebody gives others.
         now: seconds of the monotonic clock, which all processes of a machine share.
@@ -63,7 +66,7 @@ class Clock:
         self.sleep: Callable[[float], None] = time.sleep
         self.event: Callable[[], Event] = threading.Event
         self.random_bytes: Callable[[int], bytes] = os.urandom
-        self.age = age or self.now
+        self.age = age if age is not None else self.now
 
     def seconds_to(self, when: float) -> float:
         """Tell how long it is until then; 0 where that is over."""

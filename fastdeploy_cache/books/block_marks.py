@@ -18,11 +18,12 @@ PlaceKey = Callable[[bytes | bytearray, int, bytes | bytearray, int, int], int]
 
 
 def word_of(*parts: bytes | bytearray | int) -> int:
-    """64 bits of them, the same in every process: what a hash of Python's own gives depends on the environment."""
-    mixed = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        mixed.update(part.to_bytes(8, "little") if isinstance(part, int) else part)
-    return int.from_bytes(mixed.digest(), "little")
+    """64 bits of them, the same in every process: what a hash of Python's own gives depends on the environment.
+
+    0 of no bytes at all, which so leaves a key as it is that this is mixed into.
+    """
+    whole = b"".join([part.to_bytes(8, "little") if isinstance(part, int) else part for part in parts])
+    return int.from_bytes(hashlib.blake2b(whole, digest_size=8).digest(), "little") if whole else 0
 
 
 def block_marks_in_python(tokens: bytes | bytearray, start: int, num_blocks: int, block_bytes: int, /) -> bytes:

@@ -28,10 +28,15 @@ class Insight:
     What looks at many prefixes or requests does so in short turns, between which others change them: each prefix or
     request is shown as it was at one moment, and all of them together as they were within a few milliseconds or, in a
     cache of very many blocks, seconds.
+
+    Attributes:
+        processes: called, gives every process beside the engine's by kind (transfer, storage, peer), as `CacheStats`
+            does, without waiting for the cache's lock.
     """
 
     def __init__(self, books: Books, movement: Movement, requests: Requests, seen: Seen) -> None:
         self._books, self._movement, self._requests, self._seen = books, movement, requests, seen
+        self.processes = seen.processes
 
     def top(self, num_prefixes: int = 20) -> list[PrefixView]:
         """The prefixes that the most requests have used, the most used first; among equals the last used.

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from fastdeploy_cache.stats import CacheStats
     from fastdeploy_cache.transfer_manager.client import RankStatus
 
-MAX_SHOWN, MAX_DEPTH = 2000, 64
 TIER_NAMES = (("gpu", GPU), ("cpu", CPU))
 
 

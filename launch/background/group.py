@@ -61,8 +61,8 @@ def show_group(folder: RunFolder, say: Say) -> int:
     if status == NOT_RUNNING:
         say(_absence(folder))
         return status
-    for slot in folder.members:
-        say(_line_of(slot, document["members"][slot.name]["state"]))
+    for name, each in document["members"].items():  # and no other: one may have come since
+        say(_line_of(folder.member(name), each["state"]))
     if not document["is_watched"]:
         say("nobody watches over it: its supervisor was killed; end the rest with `up --stop`")
     return status

@@ -46,10 +46,6 @@ class RunningCache:
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False
 
-    def __post_init__(self) -> None:
-        """Refuse a folder that may not be used, also where a socket is named."""
-        RunFolder(self.run_dir)
-
     @property
     def folder(self) -> RunFolder:
         """Where the server in the background keeps its things. Raises `LaunchError` where it may not be used."""
@@ -57,8 +53,9 @@ class RunningCache:
 
     @property
     def path(self) -> Path:
-        """The socket."""
-        return self.socket if self.socket is not None else self.folder.control_socket
+        """The socket. Raises as `folder`, also where it is named."""
+        folder = self.folder
+        return self.socket if self.socket is not None else folder.control_socket
 
     def look(self, verb: str, **fields: Any) -> Any:
         """What is found. Raises `ControlError`; leaves with status 3 where nobody listens."""

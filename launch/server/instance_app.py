@@ -85,7 +85,7 @@ class InstanceApp:
         """Whether what is asked now is answered now. It is also while processes are down: it takes longer then."""
         status = self._cache.life.status
         if status is LifeCycleStatus.RUNNING:
-            troubles = [str(trouble) for trouble in troubles_of(self._cache.stats().processes)]
+            troubles = [str(trouble) for trouble in troubles_of(self._cache.insight.processes())]
             return success({"status": "ready"} | ({"troubles": troubles} if troubles else {}))
         return failure(503, f"not ready: this instance is {status.value}; requests wait", code=status.value)
 

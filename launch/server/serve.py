@@ -26,7 +26,7 @@ from fastdeploy_cache.launch.server.http_server import HttpServer
 from fastdeploy_cache.launch.server.instance_app import InstanceApp
 from fastdeploy_cache.launch.server.options import ServeOptions
 from fastdeploy_cache.launch.server.readiness import tell_ready, tell_status
-from fastdeploy_cache.launch.server.settings import check_pool, load_config, named
+from fastdeploy_cache.launch.server.settings import check_pool, device_settings, load_config, named
 from fastdeploy_cache.life_cycle import LifeCycleStatus
 from fastdeploy_cache.metrics.exporter import cannot_listen
 
@@ -40,13 +40,14 @@ _ASKS = {signal.SIGTERM: "asked", signal.SIGINT: "asked", signal.SIGUSR1: _FLIGH
 def serve(options: ServeOptions) -> None:
     """Run until SIGTERM or SIGINT.
 
-    At its control socket (else at the configured one) it takes the verbs of `insight.control_messages`. Where it is not
+    At its control socket (else at the configured one) it takes the verbs of `insight.control.messages`. Where it is not
     to recompute what was not received, a chat whose offered blocks do not come is an error.
 
     Raises:
         LaunchError, PortInUseError, IPCError: a port or the socket is taken.
         ConfigError, ModelLoadError, RankStartError, NotEnoughMemoryError: it cannot start as configured.
     """
+    device_settings(options.device, ())  # first: a mistake should cost nothing
     files = _import_and_read()  # before the signal handlers below, which Paddle's own would replace
     config, control_socket = _own_socket(load_config(files, options), options.control_socket)
     tokenizer = _tokenizer(files, config)

@@ -18,7 +18,7 @@ _ANSWER_SECONDS = 10.0  # beside the verb's own time
 
 
 def ask(path: Path, verb: str, timeout_seconds: float, **fields: Any) -> str:
-    """The cache's status after `verb`; `fields` are those that the verb takes, see `control_messages`.
+    """The cache's status after `verb`; `fields` are those that the verb takes, see `messages`.
 
     Raises what `look` raises.
     """

@@ -7,7 +7,7 @@
            | records | marks
     ...
 
-Numbers are little-endian. What records are is in `flight_records`. A file that was cut is whole up to its last piece.
+Numbers are little-endian. What records are is in `records`. A file that was cut is whole up to its last piece.
 """
 
 from __future__ import annotations

@@ -24,10 +24,8 @@ class FlightFolder:
     def __init__(self, folder: Path, kind: str, num_kept: int) -> None:
         """`kind`: what names begin with. Others' files in the folder are left alone."""
         self._folder, self._kind, self._num_kept = folder, kind, num_kept
-        self._run, self._numbers = (
-            SYSTEM_CLOCK.random_bytes(4).hex(),
-            itertools.count(1),
-        )  # another cache may write to it, too
+        self._run = SYSTEM_CLOCK.random_bytes(4).hex()  # another cache may write to it, too
+        self._numbers = itertools.count(1)
 
     @functools.cached_property
     def _real(self) -> Path:

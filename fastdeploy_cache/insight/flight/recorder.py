@@ -20,7 +20,7 @@ _NUM_PARTS: Final = 2  # of a full ring
 _NOTE_BYTES, _REQUEST_BYTES = 128, 384  # that a small tuple takes in memory with its numbers, and a large one more
 _MATCHED, _LOOKED, _RELEASED = (int(kind) for kind in (RecordKind.MATCHED, RecordKind.LOOKED, RecordKind.RELEASED))
 _STEPPED, _MARKED = int(RecordKind.STEPPED), int(RecordKind.MARKED)
-Note = tuple[Any, ...]  # its kind, and what `flight_records` says of that
+Note = tuple[Any, ...]  # its kind, and what `records` says of that
 
 
 class RingPart(NamedTuple):
