@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+_IMPORT_SECONDS = 0.02
 STATUS = 130  # of a command that was interrupted: 128 and the number of SIGINT, as shells have it
 
 
@@ -32,6 +33,20 @@ def kept_from_children() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    del number, frame
+    """Raise it where it reaches the command: some modules swallow whatever is raised while they are being imported, as
+    NumPy's compiled ones do. So an import goes on until it has ended, and is looked for again a moment later."""
+    del number
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if _is_importing(frame):
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, _IMPORT_SECONDS)
+        return
     raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False

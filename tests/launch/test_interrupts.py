@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,3 +195,25 @@ def test_children_that_hear_of_none() -> None:
         assert child.stdout.readline() == b"here\n"
         child.terminate()
         assert child.wait(_SECONDS) == -signal.SIGTERM
+
+
+@pytest.mark.processes
+def test_a_module_that_swallows_what_is_raised_while_it_is_imported(tmp_path: Path) -> None:
+    """As compiled ones do: the interrupt comes once it has been imported, and not before."""
+    swallowing = (
+        "import sys\nprint('in', flush=True)\ntry:\n    sys.stdin.readline()\nexcept BaseException:\n    pass\n"
+    )
+    (tmp_path / "swallowing.py").write_text(swallowing)
+    program = (
+        "import sys, threading\nfrom fastdeploy_cache.launch.interrupts import interrupt_once\ninterrupt_once()\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\ntry:\n    import swallowing\n    threading.Event().wait(60)\n"
+        "except KeyboardInterrupt:\n    print('interrupted')\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "in\n"
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate("go on\n", timeout=_SECONDS)
+    assert (process.returncode, said) == (0, "interrupted\n")
