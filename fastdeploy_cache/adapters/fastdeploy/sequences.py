@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+from concurrent.futures import Future
 from typing import Any
 
-from fastdeploy_cache.adapters.fastdeploy.blocks import num_blocks_of
+from fastdeploy_cache.adapters.fastdeploy.blocks import done, num_blocks_of
 from fastdeploy_cache.adapters.fastdeploy.current_cache import CurrentCache
 from fastdeploy_cache.adapters.fastdeploy.held_tasks import HeldTasks
 from fastdeploy_cache.adapters.fastdeploy.task import HeldTask, NotEnoughBlocksError, Task, new_request
@@ -24,7 +25,12 @@ class CallSequences:
 
     # -- v1
 
-    def request_match_blocks(self, task: Task, block_size: int) -> tuple[list[int], int, dict[str, Any]]:
+    def request_match_blocks(
+        self,
+        task: Task,
+        block_size: int,
+        *_: object,  # theirs takes more, and does not look at it
+    ) -> tuple[list[int], int, dict[str, Any]]:
         """The task's cached blocks, pinned until it is released; their tokens; where they came from.
 
         Waits for what is below the GPU, at most `load_timeout_seconds`. At least one token is left to compute, so a
@@ -113,10 +119,14 @@ class CallSequences:
         finally:
             self._tasks.remove(held)
 
+    def release_block_ids_async(self, task: Task) -> Future[None]:
+        """`release_block_ids`, which never waits: the future is done."""
+        return done(lambda: self.release_block_ids(task))
+
     # -- v0
 
     def request_block_ids(
-        self, task: Task, block_size: int, dec_token_num: int
+        self, task: Task, block_size: int, dec_token_num: int = 0, *_: object
     ) -> tuple[list[int], list[int], dict[str, int]]:
         """The task's cached blocks, blocks of its own for the rest of the prompt and `dec_token_num` tokens more, and
         how many of the first were in which tier.
