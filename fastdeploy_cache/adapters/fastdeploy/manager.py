@@ -22,6 +22,7 @@ from fastdeploy_cache.adapters.fastdeploy.task import (
     is_inside_image,
 )
 from fastdeploy_cache.adapters.fastdeploy.views import Views
+from fastdeploy_cache.books.run import CPU, GPU
 
 __all__ = ["NotEnoughBlocksError", "PrefixCacheManager", "UnknownTaskError"]
 
@@ -66,7 +67,7 @@ class PrefixCacheManager:
         current = CurrentCache(
             config, tp_size=tensor_parallel_size, splitwise_role=splitwise_role, data_parallel_id=local_data_parallel_id
         )
-        self.parts = Parts.of(
+        self.parts = Parts(
             current, tensor_parallel_size, load_timeout_seconds=load_timeout_seconds, schedules_ahead=schedules_ahead
         )
 
@@ -105,16 +106,16 @@ class PrefixCacheManager:
 
     # -- looking in
 
-    gpu_free_block_list = Shown(lambda parts: parts.views.gpu_free_block_list)
-    cpu_free_block_list = Shown(lambda parts: parts.views.cpu_free_block_list)
-    num_gpu_blocks = Shown(lambda parts: parts.views.num_gpu_blocks)
-    num_cpu_blocks = Shown(lambda parts: parts.views.num_cpu_blocks)
+    gpu_free_block_list = Shown(lambda parts: parts.views.free_block_list(GPU))
+    cpu_free_block_list = Shown(lambda parts: parts.views.free_block_list(CPU))
+    num_gpu_blocks = Shown(lambda parts: parts.views.num_blocks(GPU))
+    num_cpu_blocks = Shown(lambda parts: parts.views.num_blocks(CPU))
     node_map = Shown(lambda parts: parts.views.node_map)
     radix_tree_root = Shown(lambda parts: parts.views.radix_tree_root)
-    gpu_lru_leaf_heap = Shown(lambda parts: parts.views.gpu_lru_leaf_heap)
-    gpu_lru_leaf_set = Shown(lambda parts: parts.views.gpu_lru_leaf_set)
-    cpu_lru_leaf_heap = Shown(lambda parts: parts.views.cpu_lru_leaf_heap)
-    cpu_lru_leaf_set = Shown(lambda parts: parts.views.cpu_lru_leaf_set)
+    gpu_lru_leaf_heap = Shown(lambda parts: parts.views.lru_leaf_heap(GPU))
+    gpu_lru_leaf_set = Shown(lambda parts: parts.views.lru_leaf_set(GPU))
+    cpu_lru_leaf_heap = Shown(lambda parts: parts.views.lru_leaf_heap(CPU))
+    cpu_lru_leaf_set = Shown(lambda parts: parts.views.lru_leaf_set(CPU))
     req_leaf_map = Shown(lambda parts: parts.views.req_leaf_map)
     leaf_req_map = Shown(lambda parts: parts.views.leaf_req_map)
     req_to_radix_tree_info = Shown(lambda parts: parts.views.req_to_radix_tree_info)

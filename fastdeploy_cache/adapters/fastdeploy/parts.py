@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import MethodType
 from typing import Concatenate, Generic, NoReturn, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
@@ -22,34 +21,21 @@ Part = TypeVar("Part")
 P = ParamSpec("P")
 
 
-@dataclass(frozen=True)
 class Parts:
     """Each is about one kind of calls. All look at one current cache, and most at the tasks that are held."""
 
-    current: CurrentCache
-    tasks: HeldTasks
-    sequences: CallSequences
-    blocks: BlockCalls
-    views: Views
-    storage: StorageCalls
-    peers: PeerCalls
-    launcher: Launcher
-
-    @classmethod
-    def of(cls, current: CurrentCache, tp_size: int, *, load_timeout_seconds: float, schedules_ahead: bool) -> Parts:
+    def __init__(
+        self, current: CurrentCache, tp_size: int, *, load_timeout_seconds: float, schedules_ahead: bool
+    ) -> None:
         """Put them together around a cache."""
-        tasks = HeldTasks(current, load_timeout_seconds=load_timeout_seconds, schedules_ahead=schedules_ahead)
-        launcher = Launcher(current, tasks, tp_size=tp_size)
-        return cls(
-            current=current,
-            tasks=tasks,
-            sequences=CallSequences(current, tasks),
-            blocks=BlockCalls(current),
-            views=Views(current, tasks),
-            storage=StorageCalls(current, tasks, load_timeout_seconds=load_timeout_seconds),
-            peers=PeerCalls(current, tasks, launcher),
-            launcher=launcher,
-        )
+        self.current = current
+        self.tasks = HeldTasks(current, load_timeout_seconds=load_timeout_seconds, schedules_ahead=schedules_ahead)
+        self.sequences = CallSequences(current, self.tasks)
+        self.blocks = BlockCalls(current)
+        self.views = Views(current, self.tasks)
+        self.storage = StorageCalls(current, self.tasks, load_timeout_seconds=load_timeout_seconds)
+        self.launcher = Launcher(current, self.tasks, tp_size=tp_size)
+        self.peers = PeerCalls(current, self.tasks, self.launcher)
 
 
 class _HasParts(Protocol):

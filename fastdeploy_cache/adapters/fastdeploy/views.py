@@ -9,7 +9,7 @@ from fastdeploy_cache.adapters.fastdeploy.current_cache import CurrentCache
 from fastdeploy_cache.adapters.fastdeploy.held_tasks import HeldTasks
 from fastdeploy_cache.adapters.fastdeploy.nodes import BlockNode, NodeView
 from fastdeploy_cache.adapters.fastdeploy.task import path_hashes
-from fastdeploy_cache.books.run import CPU, GPU, Tier
+from fastdeploy_cache.books.run import GPU, Tier
 from fastdeploy_cache.metrics.fastdeploy_names import FastDeployNames
 
 
@@ -48,25 +48,13 @@ class Views:
     def __init__(self, current: CurrentCache, tasks: HeldTasks) -> None:
         self._current, self._tasks = current, tasks
 
-    @property
-    def gpu_free_block_list(self) -> FreeBlockList:
-        """Free GPU blocks."""
-        return FreeBlockList(self._current, GPU)
+    def free_block_list(self, tier: Tier) -> FreeBlockList:
+        """The free blocks of a tier."""
+        return FreeBlockList(self._current, tier)
 
-    @property
-    def cpu_free_block_list(self) -> FreeBlockList:
-        """Free CPU blocks."""
-        return FreeBlockList(self._current, CPU)
-
-    @property
-    def num_gpu_blocks(self) -> int:
-        """Blocks of the GPU pool."""
-        return self._current.cache.blocks.view.tier_stats(GPU).num_blocks
-
-    @property
-    def num_cpu_blocks(self) -> int:
-        """Blocks of the CPU pool."""
-        return self._current.cache.blocks.view.tier_stats(CPU).num_blocks
+    def num_blocks(self, tier: Tier) -> int:
+        """Blocks of a tier's pool."""
+        return self._current.cache.blocks.view.tier_stats(tier).num_blocks
 
     def _nodes(self) -> NodeView:
         size = self._current.block_size
@@ -83,25 +71,13 @@ class Views:
         """The root, with all below it."""
         return self._nodes().root
 
-    @property
-    def gpu_lru_leaf_heap(self) -> list[BlockNode]:
-        """Leaves on the GPU that no task holds, those first that would be evicted first."""
-        return self._nodes().leaves(self._current.cache.blocks.view.eviction_order(GPU), on_gpu=True)
+    def lru_leaf_heap(self, tier: Tier) -> list[BlockNode]:
+        """Leaves on the GPU, or in the CPU tier only, that no task holds, those first that would be evicted first."""
+        return self._nodes().leaves(self._current.cache.blocks.view.eviction_order(tier), on_gpu=tier is GPU)
 
-    @property
-    def gpu_lru_leaf_set(self) -> set[str]:
-        """The node ids of `gpu_lru_leaf_heap`: nodes are made anew at each look, ids stay."""
-        return {node.node_id for node in self.gpu_lru_leaf_heap}
-
-    @property
-    def cpu_lru_leaf_heap(self) -> list[BlockNode]:
-        """Leaves in the CPU tier only that no task holds, those first that would be evicted first."""
-        return self._nodes().leaves(self._current.cache.blocks.view.eviction_order(CPU), on_gpu=False)
-
-    @property
-    def cpu_lru_leaf_set(self) -> set[str]:
-        """The node ids of `cpu_lru_leaf_heap`."""
-        return {node.node_id for node in self.cpu_lru_leaf_heap}
+    def lru_leaf_set(self, tier: Tier) -> set[str]:
+        """The node ids of `lru_leaf_heap`: nodes are made anew at each look, ids stay."""
+        return {node.node_id for node in self.lru_leaf_heap(tier)}
 
     @property
     def req_leaf_map(self) -> dict[str, BlockNode]:
