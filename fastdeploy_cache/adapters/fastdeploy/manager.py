@@ -21,7 +21,7 @@ from fastdeploy_cache.adapters.fastdeploy.task import (
     block_hash_extra_keys,
     is_inside_image,
 )
-from fastdeploy_cache.adapters.fastdeploy.views import Views
+from fastdeploy_cache.adapters.fastdeploy.views import FreeBlockList, Views
 from fastdeploy_cache.books.run import CPU, GPU
 
 __all__ = ["NotEnoughBlocksError", "PrefixCacheManager", "UnknownTaskError"]
@@ -106,12 +106,12 @@ class PrefixCacheManager:
 
     # -- looking in
 
-    gpu_free_block_list = Shown(lambda parts: parts.views.free_block_list(GPU))
-    cpu_free_block_list = Shown(lambda parts: parts.views.free_block_list(CPU))
-    num_gpu_blocks = Shown(lambda parts: parts.views.num_blocks(GPU))
-    num_cpu_blocks = Shown(lambda parts: parts.views.num_blocks(CPU))
-    node_map = Shown(lambda parts: parts.views.node_map)
-    radix_tree_root = Shown(lambda parts: parts.views.radix_tree_root)
+    gpu_free_block_list = Shown(lambda parts: FreeBlockList(parts.current, GPU))
+    cpu_free_block_list = Shown(lambda parts: FreeBlockList(parts.current, CPU))
+    num_gpu_blocks = Shown(lambda parts: parts.current.cache.blocks.view.tier_stats(GPU).num_blocks)
+    num_cpu_blocks = Shown(lambda parts: parts.current.cache.blocks.view.tier_stats(CPU).num_blocks)
+    node_map = Shown(lambda parts: parts.views.nodes().by_hash)
+    radix_tree_root = Shown(lambda parts: parts.views.nodes().root)
     gpu_lru_leaf_heap = Shown(lambda parts: parts.views.lru_leaf_heap(GPU))
     gpu_lru_leaf_set = Shown(lambda parts: parts.views.lru_leaf_set(GPU))
     cpu_lru_leaf_heap = Shown(lambda parts: parts.views.lru_leaf_heap(CPU))
@@ -120,7 +120,7 @@ class PrefixCacheManager:
     leaf_req_map = Shown(lambda parts: parts.views.leaf_req_map)
     req_to_radix_tree_info = Shown(lambda parts: parts.views.req_to_radix_tree_info)
     unfilled_req_block_map = Shown(lambda parts: parts.views.unfilled_req_block_map)
-    metrics = Shown(lambda parts: parts.views.metrics)
+    metrics = Shown(lambda parts: parts.current.cache.metrics.hit_rates())
     kvcache_storage_backend = Shown(lambda parts: parts.views.kvcache_storage_backend)
     fastdeploy_names = Handed(lambda parts: parts.views, Views.fastdeploy_names)
 

@@ -48,32 +48,15 @@ class Views:
     def __init__(self, current: CurrentCache, tasks: HeldTasks) -> None:
         self._current, self._tasks = current, tasks
 
-    def free_block_list(self, tier: Tier) -> FreeBlockList:
-        """The free blocks of a tier."""
-        return FreeBlockList(self._current, tier)
-
-    def num_blocks(self, tier: Tier) -> int:
-        """Blocks of a tier's pool."""
-        return self._current.cache.blocks.view.tier_stats(tier).num_blocks
-
-    def _nodes(self) -> NodeView:
+    def nodes(self) -> NodeView:
+        """Every cached block's node, by its id: the block's hash; and the root, with all below it."""
         size = self._current.block_size
         held = {name: path_hashes(task.request, task.num_handed_blocks, size) for name, task in self._tasks.items()}
         return NodeView(self._current.cache.blocks.view.runs(), size, held)
 
-    @property
-    def node_map(self) -> dict[str, BlockNode]:
-        """Every cached block's node, by its id: the block's hash."""
-        return self._nodes().by_hash
-
-    @property
-    def radix_tree_root(self) -> BlockNode:
-        """The root, with all below it."""
-        return self._nodes().root
-
     def lru_leaf_heap(self, tier: Tier) -> list[BlockNode]:
         """Leaves on the GPU, or in the CPU tier only, that no task holds, those first that would be evicted first."""
-        return self._nodes().leaves(self._current.cache.blocks.view.eviction_order(tier), on_gpu=tier is GPU)
+        return self.nodes().leaves(self._current.cache.blocks.view.eviction_order(tier), on_gpu=tier is GPU)
 
     def lru_leaf_set(self, tier: Tier) -> set[str]:
         """The node ids of `lru_leaf_heap`: nodes are made anew at each look, ids stay."""
@@ -82,7 +65,7 @@ class Views:
     @property
     def req_leaf_map(self) -> dict[str, BlockNode]:
         """The last cached node that each task holds."""
-        nodes, size = self._nodes(), self._current.block_size
+        nodes, size = self.nodes(), self._current.block_size
         leaves = {}
         for name, held in self._tasks.items():
             hashes = path_hashes(held.request, held.num_handed_blocks, size)
@@ -108,11 +91,6 @@ class Views:
     def unfilled_req_block_map(self) -> dict[str, list[int]]:
         """The blocks of each v0 task behind the full ones of its prompt: the tail, and the reserve for decoding."""
         return {name: list(held.unfilled_ids) for name, held in self._tasks.items() if held.unfilled_ids}
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Hit rates over the sliding window: `request`, `token`, `gpu`, `cpu`, `storage`."""
-        return self._current.cache.metrics.hit_rates()
 
     @property
     def kvcache_storage_backend(self) -> str | None:

@@ -254,9 +254,8 @@ class KVCacheManager:
         try:
             return self.manager.allocate(served.native, num_blocks)
         except OutOfBlocksError:
-            others = [other for other in self._served.values() if other.blocks and not other.is_running]
-            others = [other for other in others if other is not served]
-            if not others:
+            waiting = [other for other in self._served.values() if other.blocks and not other.is_running]
+            if not (others := [other for other in waiting if other is not served]):
                 raise
             for other in others:
                 self._let_go(other)

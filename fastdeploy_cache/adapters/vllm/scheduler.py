@@ -61,7 +61,7 @@ class SchedulerHalf:
         self._config, self._is_layerwise = config, is_layerwise
         self._fewest, self._most = config.load_limits()
         self._names = Namer(kv_format)
-        self._storing = Storing(self.cache.blocks)
+        self.storing = Storing(self.cache.blocks)
         self._sequences: dict[str, Sequence] = {}
         self._loads: list[_Load] = []
         self.take_counts = Counters(self.cache.metrics).take
@@ -98,11 +98,11 @@ class SchedulerHalf:
         reset = block_pool.reset_prefix_cache
 
         def reset_when_stored() -> bool:
-            self._storing.wait(self._longest_seconds)
+            self.storing.wait(self._longest_seconds)
             return bool(reset())
 
         block_pool.reset_prefix_cache = reset_when_stored
-        self._storing.bind(block_pool)
+        self.storing.bind(block_pool)
 
     # -- finding and loading
 
@@ -166,10 +166,10 @@ class SchedulerHalf:
     def step(self, tables: Mapping[str, list[int]]) -> StepPlan:
         """The next step. `tables`: the GPU blocks of `storable` requests."""
         self._number += 1
-        self._storing.end_done()
+        self.storing.end_done()
         for request_id, block_ids in tables.items():
             sequence = self._sequences[request_id]
-            self._storing.store(sequence, self._computed(sequence, block_ids), sequence.num_offered)
+            self.storing.store(sequence, self._computed(sequence, block_ids), sequence.num_offered)
         return self._plan_layerwise() if self._is_layerwise else self._plan()
 
     def _plan(self) -> StepPlan:
@@ -242,11 +242,6 @@ class SchedulerHalf:
 
     # -- storing
 
-    @property
-    def is_storing(self) -> bool:
-        """Blocks are kept until they are copied."""
-        return self._storing.is_busy
-
     def storable(self, request_ids: Iterable[str]) -> list[str]:
         """Those of the requests that have full blocks which were computed and not offered yet."""
         size = self._config.block_size
@@ -265,7 +260,7 @@ class SchedulerHalf:
         self._unpin(sequence)
         if self._config.storage is not None:
             self.cache.end_prefetch(sequence.tokens)
-        self._storing.store_last(sequence, self._computed(sequence, block_ids))
+        self.storing.store_last(sequence, self._computed(sequence, block_ids))
 
     def _num_computed(self, sequence: Sequence) -> int:
         """Tokens whose KV is complete: steps that still run do not count.
