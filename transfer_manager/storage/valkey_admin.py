@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from fastdeploy_cache.errors import StorageError, StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage.admin import (
-    WRONG_BYTES,
     Checked,
     Cleared,
-    Damage,
     Outcome,
     Space,
     SpaceSummary,
+    Tally,
     unheard,
 )
 from fastdeploy_cache.transfer_manager.storage.base import SEAL_BYTES, seal
@@ -90,28 +89,17 @@ class ValkeyAdmin:
         prefix = f"fdc{KEY_VERSION}:" if weights_id is None else weights_prefix(weights_id)
         with self._server() as client:
             listed = _listed(client)
-            outcomes: dict[Space, Counter[Outcome]] = {
-                _space_of(key_space): Counter()
-                for key_space in listed.values()
-                if weights_id in (None, key_space.weights_id)
-            }
-            damage = defaultdict[Space, list[Damage]](list)
+            tally = Tally(_space_of(each) for each in listed.values() if weights_id in (None, each.weights_id))
             with suppress(importlib.import_module("valkey").exceptions.ResponseError):  # Valkey and Redis 7.2 know it
                 client.client_no_touch("ON")
             for name, key in _keys(client, prefix):
                 space = _space(name, listed)
                 outcome = _outcome(space, name, client.get(key))
-                outcomes.setdefault(space, Counter())[outcome] += 1
-                if outcome == "damaged":
-                    where = f"key {name.prefix}{name.block_hash.hex()}"
-                    damage[space].append(Damage(where=where, block_hash=name.block_hash.hex(), reason=WRONG_BYTES))
-                    if remove:
-                        client.unlink(key)
+                tally.note(space, name, f"{name.prefix}{name.block_hash.hex()}", outcome)
+                if outcome == "damaged" and remove:
+                    client.unlink(key)
                 on_object()
-        return [
-            Checked.of(space, outcomes[space], damage[space], is_mended=remove)
-            for space in sorted(outcomes, key=lambda space: space.where)
-        ]
+        return tally.checked(is_mended=remove)
 
     def clear(self, weights_id: str, *, dry_run: bool = False) -> Cleared:
         """See `StorageAdmin`. Also takes their spaces from the list."""

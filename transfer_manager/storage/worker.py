@@ -47,10 +47,8 @@ class StorageExecutor:
         sys.path += [path for path in setup.import_paths if path not in sys.path]  # behind: it replaces nothing of ours
         self._store = open_storage(setup.kind, setup.options, setup.space, self._segment)
         self.report = encode(StoreReport(self._store.needs_token_ids))
-        self.is_lost, self._opened_ns = (
-            False,
-            round(SYSTEM_CLOCK.now() * 1e9),
-        )  # a later process is one that counts from 0 on
+        self.is_lost = False
+        self._opened_ns = round(SYSTEM_CLOCK.now() * 1e9)  # a later process is one that counts from 0 on
         self._one_writer = threading.Lock()  # probes write, too, and come on the lane of reads
 
     def bind_thread(self) -> None:
