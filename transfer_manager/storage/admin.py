@@ -159,6 +159,7 @@ class StorageAdmin(Protocol):
     """Looks after one store. It holds nothing open between calls. One thread at a time.
 
     Every call may raise `StorageRefusedError` for what the user has to change, and `StorageError` for what may pass.
+    What has a body here is so of a server, which has no files: its keys themselves say what they are for.
     """
 
     where: str  # the store, for messages
@@ -173,17 +174,17 @@ class StorageAdmin(Protocol):
 
     def free_bytes(self) -> int | None:
         """What the store's file system has free for this user; None: it has no files."""
-        ...
+        return None
 
     def damaged(self) -> list[str]:
         """What has a space's objects and does not say any more what they are for: no space is counted for it. The
         engine that it belongs to names it anew when it starts."""
-        ...
+        return []
 
     def unreadable(self) -> list[str]:
         """What others have put in the place of the store's files, and why it is not used: a text for each space. Such a
         space is left alone, and nothing of it is checked, counted or removed that cannot be."""
-        ...
+        return []
 
     def verify(
         self, weights_id: str | None = None, *, remove: bool = False, on_object: Callable[[], object] = unheard

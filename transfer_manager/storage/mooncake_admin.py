@@ -24,6 +24,7 @@ from fastdeploy_cache.transfer_manager.storage.admin import (
     Outcome,
     Space,
     SpaceSummary,
+    StorageAdmin,
     Tally,
     unheard,
 )
@@ -47,7 +48,7 @@ class _Queried(msgspec.Struct):
     data: list[_Replica]
 
 
-class MooncakeAdmin:
+class MooncakeAdmin(StorageAdmin):
     """See `StorageAdmin`. A space is what its keys begin with; nobody knows whether an engine has it open.
 
     The master lists keys on its metrics port. Keys have digests in them, so what they are for is not known.
@@ -83,20 +84,9 @@ class MooncakeAdmin:
             for space, key in sorted(last_keys.items(), key=lambda item: item[0].where)
         ]
 
-    def damaged(self) -> list[str]:
-        """See `StorageAdmin`: the keys themselves say what they are for."""
-        return []
-
-    def unreadable(self) -> list[str]:
-        """See `StorageAdmin`: it has no files."""
-        return []
-
     def weights_ids(self) -> set[str]:
         """See `StorageAdmin`: the keys have digests alone."""
         return set()
-
-    def free_bytes(self) -> None:
-        """See `StorageAdmin`."""
 
     def verify(
         self, weights_id: str | None = None, *, remove: bool = False, on_object: Callable[[], object] = unheard

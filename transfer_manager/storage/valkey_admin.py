@@ -15,6 +15,7 @@ from fastdeploy_cache.transfer_manager.storage.admin import (
     Outcome,
     Space,
     SpaceSummary,
+    StorageAdmin,
     Tally,
     unheard,
 )
@@ -32,7 +33,7 @@ from fastdeploy_cache.transfer_manager.storage.valkey import (
 _NUM_SCANNED = 1000
 
 
-class ValkeyAdmin:
+class ValkeyAdmin(StorageAdmin):
     """See `StorageAdmin`. A space is what its keys begin with; nobody knows whether an engine has it open.
 
     Caches enter their spaces in `SPACES_KEY`. Objects of one that is not there (after `clear`, of an engine that went
@@ -66,21 +67,10 @@ class ValkeyAdmin:
                 for space in sorted(found, key=lambda space: space.where)
             ]
 
-    def damaged(self) -> list[str]:
-        """See `StorageAdmin`: the keys themselves say what they are for."""
-        return []
-
-    def unreadable(self) -> list[str]:
-        """See `StorageAdmin`: it has no files."""
-        return []
-
     def weights_ids(self) -> set[str]:
         """See `StorageAdmin`."""
         with self._server() as client:
             return {key_space.weights_id for key_space in _listed(client).values()}
-
-    def free_bytes(self) -> None:
-        """See `StorageAdmin`."""
 
     def verify(
         self, weights_id: str | None = None, *, remove: bool = False, on_object: Callable[[], object] = unheard

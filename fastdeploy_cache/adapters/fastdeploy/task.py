@@ -48,7 +48,8 @@ class UnknownTaskError(UnknownRequestError, KeyError):
 class HeldTask:
     """A task that was matched and not released.
 
-    `request` has its prompt as it was matched: schedulers cut and overwrite `task.prompt_token_ids` afterwards.
+    `request` has its prompt as it was matched, and its output as far as it is known here: schedulers cut and overwrite
+    `task.prompt_token_ids` afterwards.
     """
 
     task: Task
@@ -65,11 +66,6 @@ class HeldTask:
 
     def __post_init__(self) -> None:
         self._num_outputs_before = self._num_outputs = self.request.num_tokens - self.request.num_prompt_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of prompt and output, as far as they are known here."""
-        return self.request.num_tokens
 
     @property
     def num_proven_tokens(self) -> int:
