@@ -158,7 +158,7 @@ class RankReceive:
         poller = Poller()
         poller.register(self._cancelled.fd, self._cancelled)
         for source in sources:
-            poller.register(source.connection, source)
+            poller.register(source.connection.socket, source)
         while not all(source.is_confirmed for source in sources):
             self._check(sources)
             self._ask(sources)
