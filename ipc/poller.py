@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
@@ -41,12 +41,6 @@ class Wakeup:
             self.fd = -1
 
 
-class HasSocket(Protocol):
-    """The end of a connection over ZeroMQ."""
-
-    socket: zmq.Socket[Any]
-
-
 class Poller:
     """Waits for ZeroMQ's sockets and plain descriptors together. One thread at a time."""
 
@@ -54,18 +48,16 @@ class Poller:
         self._poller, self._poll = zmq.Poller(), clock.poll
         self._keys: dict[Any, Hashable] = {}
 
-    def register(self, source: HasSocket | int, key: Hashable) -> None:
-        """Report `key` when `source` (a connection, or a readable descriptor) has something."""
-        handle = source if isinstance(source, int) else source.socket
-        self._poller.register(handle, zmq.POLLIN)
-        self._keys[handle] = key
+    def register(self, source: zmq.Socket[Any] | int, key: Hashable) -> None:
+        """Report `key` when `source` (a socket, or a readable descriptor) has something."""
+        self._poller.register(source, zmq.POLLIN)
+        self._keys[source] = key
 
-    def unregister(self, source: HasSocket | int) -> None:
+    def unregister(self, source: zmq.Socket[Any] | int) -> None:
         """Stop watching `source`; before it is closed."""
-        handle = source if isinstance(source, int) else source.socket
-        self._poller.unregister(handle)
-        del self._keys[handle]
+        self._poller.unregister(source)
+        del self._keys[source]
 
     def wait(self, timeout_seconds: float) -> list[Hashable]:
         """The keys of what is ready; empty when the time is over first."""
-        return [self._keys[handle] for handle, _ in self._poll(self._poller, timeout_seconds)]
+        return [self._keys[source] for source, _ in self._poll(self._poller, timeout_seconds)]

@@ -61,7 +61,7 @@ class TaskClient(Protocol):
 
     def statuses(self) -> list[RankStatus]:
         """One entry per process; none where there are no processes."""
-        ...
+        return []
 
     def stop(self) -> None:
         """End the processes, answer what is in flight as failed, give their memory up. Safe to call twice."""

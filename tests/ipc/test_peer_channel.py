@@ -96,7 +96,7 @@ def connect(opened: ExitStack, context: zmq.Context[Any]) -> Callable[..., PeerC
 def comes(end: PeerListener | PeerConnection, seconds: float = SECONDS) -> bool:
     """Whether a message comes in time."""
     poller = Poller()
-    poller.register(end, "end")
+    poller.register(end.socket, "end")
     return bool(poller.wait(seconds))
 
 

@@ -142,7 +142,7 @@ class VLLMConnector(Driver):
         for worker, memory in zip(self._workers, self._memory, strict=True):
             worker.share(memory)
             worker.register(dict(_tensors(memory)))
-        found = {rank: worker.handshake() for rank, worker in enumerate(self._workers)}
+        found = {rank: worker.kv for rank, worker in enumerate(self._workers)}
         self.half.attach({rank: kv for rank, kv in found.items() if kv is not None})
         self._loading: dict[str, Prompt] = {}
         self._ended: dict[str, list[int]] = {}  # blocks of requests that have ended while they were loading
@@ -226,7 +226,7 @@ class VLLMConnector(Driver):
 
     def reset(self) -> None:
         self._pool.reset_prefix_cache()
-        assert not self.half.is_storing, "a reset waits for copies, which end by their deadline"
+        assert not self.half.storing.is_busy, "a reset waits for copies, which end by their deadline"
         self.half.reset()
         self._pool.known.clear()
 
@@ -235,7 +235,7 @@ class VLLMConnector(Driver):
         for request in self._waiting.values():
             self.half.finish(request, [])
         self._waiting.clear()
-        while self.half.is_storing or self._ended:
+        while self.half.storing.is_busy or self._ended:
             assert self.cache.wait_for_transfers(SECONDS)
             self._step()
         assert len(self._pool.free) == self.num_kept_blocks, "vLLM's blocks are left behind"

@@ -29,7 +29,8 @@ class DeviceSetup(msgspec.Struct, frozen=True, kw_only=True):
 class Device(Protocol):
     """One rank's KV arrays and CPU blocks, in the rank (or inline in the engine).
 
-    At most one thread copies in each lane at a time (COPY goes by that of SWAP_IN).
+    At most one thread copies in each lane at a time (COPY goes by that of SWAP_IN). What has a body here is so of the
+    processor.
     """
 
     def copy(
@@ -57,12 +58,12 @@ class Device(Protocol):
 
     def bind_thread(self) -> None:
         """Called by each thread before its first copy."""
-        ...
+        return
 
     @property
     def is_lost(self) -> bool:
         """Whether the hardware has failed in a way that only a new process recovers from."""
-        ...
+        return False
 
     def close(self) -> None:
         """Give up what is attached; no copy may run. Safe to call twice."""

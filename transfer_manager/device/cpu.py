@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from fastdeploy_cache.ipc.codec import Int32Array
 from fastdeploy_cache.transfer_manager.crew import Crew
-from fastdeploy_cache.transfer_manager.device.base import check_ids
+from fastdeploy_cache.transfer_manager.device.base import Device, check_ids
 from fastdeploy_cache.transfer_manager.device.pieces import Bytes, Pairs, Route, copy_pieces
 from fastdeploy_cache.transfer_manager.device.strips import Step, Strip, leading_strips, load_steps, whole_step
 from fastdeploy_cache.transfer_manager.kv.layout import Places, RankLayout
@@ -40,7 +40,7 @@ def streaming_variables(environment: Mapping[str, str]) -> dict[str, str]:
 _Steps = list[tuple[int, list[Pairs]]]  # so many layers are in when these have been copied
 
 
-class CpuDevice:
+class CpuDevice(Device):
     """See `transfer_manager.device.base.Device`. NumPy copies piece by piece, without the interpreter's lock.
 
     Copies of different lanes may run in two threads at a time, and each may have another one that helps.
@@ -131,13 +131,6 @@ class CpuDevice:
             copy_pieces(Pairs(pieces, pieces), route)
             num_bytes += strip.num_bytes
         return num_bytes
-
-    def bind_thread(self) -> None:
-        pass
-
-    @property
-    def is_lost(self) -> bool:
-        return False
 
     def close(self) -> None:
         """Let the memory go."""

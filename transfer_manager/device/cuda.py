@@ -19,9 +19,9 @@ from fastdeploy_cache.transfer_manager.device.base import DeviceSetup, check_ids
 from fastdeploy_cache.transfer_manager.device.copy_kernel import KERNEL_ALIGNMENT, CopyKernel, PieceTable
 from fastdeploy_cache.transfer_manager.device.cuda_driver import Addresses, Cuda
 from fastdeploy_cache.transfer_manager.device.strips import Strip, leading_strips, load_steps, whole_step
-from fastdeploy_cache.transfer_manager.kv.layout import Place, Places, RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVPart, Places, RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, SegmentHandle
-from fastdeploy_cache.transfer_manager.kv.tensors import array_places
+from fastdeploy_cache.transfer_manager.kv.tensors import ArrayPlace, placed
 from fastdeploy_cache.transfer_manager.task import Lane, TaskKind
 
 logger = logging.getLogger(__name__)
@@ -291,17 +291,15 @@ def export_kv(layout: RankLayout, layers: Sequence[Mapping[str, Any]], device_id
     cuda = Cuda(device_id)
     bases: dict[int, int] = {}  # allocation -> its segment
     segments: list[SegmentHandle] = []
-    places = []
-    for part_places in array_places(layout, layers):
-        in_layer = []
-        for place in part_places:
-            if (place.device, place.device_id) != ("cuda", device_id):
-                raise LayoutError(f"an array is on {place.device}:{place.device_id}; export_kv is for GPU {device_id}")
-            base, num_bytes = cuda.call("cuMemGetAddressRange", place.address)
-            if int(base) not in bases:
-                bases[int(base)] = len(segments)
-                segments.append(_segment(cuda, base, int(num_bytes)))
-            offset = place.address - int(base)
-            in_layer.append(Place(bases[int(base)], offset, place.strides_bytes[0], place.shape[0]))
-        places.append(tuple(in_layer))
-    return KVHandle(tuple(segments), tuple(places))
+
+    def home_of(_: KVPart, array: ArrayPlace, __: int) -> tuple[int, int]:
+        if (array.device, array.device_id) != ("cuda", device_id):
+            raise LayoutError(f"an array is on {array.device}:{array.device_id}; export_kv is for GPU {device_id}")
+        base, num_bytes = cuda.call("cuMemGetAddressRange", array.address)
+        if int(base) not in bases:
+            bases[int(base)] = len(segments)
+            segments.append(_segment(cuda, base, int(num_bytes)))
+        return bases[int(base)], array.address - int(base)
+
+    places = placed(layout, layers, home_of)
+    return KVHandle(tuple(segments), places)

@@ -39,6 +39,21 @@ class SegmentHandle(msgspec.Struct, frozen=True, kw_only=True):
         started = started_ticks(pid) if pid else 0
         return cls(kind="memfd", num_bytes=num_bytes, pid=pid, started=started, fd=fd, inode=os.fstat(fd).st_ino)
 
+    @classmethod
+    def share(cls, array: SharedArray) -> bytes:
+        """What `attach` takes in another process, as long as this one lives."""
+        return encode(cls.of(array.num_bytes, array.fd, os.getpid()))
+
+    @staticmethod
+    def attach(handle: bytes) -> SharedArray:
+        """Map what another process has shared.
+
+        Raises:
+            IPCError: it is no handle, or the owner is gone or belongs to somebody else.
+        """
+        segment: SegmentHandle = decode(handle, SegmentHandle)
+        return SharedArray(segment.open_fd(), segment.num_bytes)
+
     def open_fd(self) -> int:
         """A descriptor of this process's own, for as long as the owner lives.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -102,6 +102,21 @@ def _checked(name: str, part: KVPart, array: ArrayLike) -> ArrayPlace:
     return place
 
 
+def placed(
+    layout: RankLayout,
+    layers: Sequence[Mapping[str, ArrayLike]],
+    home_of: Callable[[KVPart, ArrayPlace, int], tuple[int, int]],
+) -> Places:
+    """The same as places in segments. `home_of` tells the segment of an array, given the bytes from its first block to
+    the end of its last, and where in it the array begins; it may raise."""
+
+    def place(part: KVPart, array: ArrayPlace) -> Place:
+        num_blocks, stride = array.shape[0], array.strides_bytes[0]
+        return Place(*home_of(part, array, (num_blocks - 1) * stride + part.num_bytes), stride, num_blocks)
+
+    return tuple(tuple(map(place, layout.parts, in_layer)) for in_layer in array_places(layout, layers))
+
+
 def local_segments(
     layout: RankLayout, layers: Sequence[Mapping[str, ArrayLike]]
 ) -> tuple[list[np.ndarray[Any, np.dtype[np.uint8]]], Places]:
@@ -110,18 +125,14 @@ def local_segments(
     The caller keeps the arrays alive as long as the device.
     """
     segments: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
-    places = []
-    for part_places in array_places(layout, layers):
-        in_layer = []
-        for part, place in zip(layout.parts, part_places, strict=True):
-            if place.device != "cpu":
-                raise LayoutError(f"{part.name} is on {place.device}; the CPU device needs arrays in CPU memory")
-            num_blocks, stride = place.shape[0], place.strides_bytes[0]
-            num_bytes = (num_blocks - 1) * stride + part.num_bytes
-            in_layer.append(Place(len(segments), 0, stride, num_blocks))
-            segments.append(np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(place.address)))
-        places.append(tuple(in_layer))
-    return segments, tuple(places)
+
+    def home_of(part: KVPart, array: ArrayPlace, num_bytes: int) -> tuple[int, int]:
+        if array.device != "cpu":
+            raise LayoutError(f"{part.name} is on {array.device}; the CPU device needs arrays in CPU memory")
+        segments.append(np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(array.address)))
+        return len(segments) - 1, 0
+
+    return segments, placed(layout, layers, home_of)
 
 
 class SharedSpan(NamedTuple):
@@ -171,23 +182,16 @@ def shared_handle(
     Raises:
         LayoutError: an array lies in none of the spans, so no other process could reach it.
     """
-    places = []
-    for part_places in array_places(layout, layers):
-        in_layer = []
-        for part, place in zip(layout.parts, part_places, strict=True):
-            num_blocks, stride = place.shape[0], place.strides_bytes[0]
-            end = place.address + (num_blocks - 1) * stride + part.num_bytes
-            home = [
-                i
-                for i, span in enumerate(spans)
-                if span.address <= place.address and end <= span.address + span.num_bytes
-            ]
-            if not home or place.device != "cpu":
-                raise LayoutError(f"{part.name} at {place.address:#x} is in none of the {len(spans)} segments")
-            in_layer.append(Place(home[0], place.address - spans[home[0]].address, stride, num_blocks))
-        places.append(tuple(in_layer))
-    handles = [SegmentHandle.of(span.num_bytes, span.fd, pid) for span in spans]
-    return KVHandle(tuple(handles), tuple(places))
+
+    def home_of(part: KVPart, array: ArrayPlace, num_bytes: int) -> tuple[int, int]:
+        for number, span in enumerate(spans):
+            offset = array.address - span.address
+            if array.device == "cpu" and 0 <= offset <= span.num_bytes - num_bytes:
+                return number, offset
+        raise LayoutError(f"{part.name} at {array.address:#x} is in none of the {len(spans)} segments")
+
+    places = placed(layout, layers, home_of)
+    return KVHandle(tuple([SegmentHandle.of(span.num_bytes, span.fd, pid) for span in spans]), places)
 
 
 def torch_tensor(array: np.ndarray[Any, Any], dtype: str) -> Any:

@@ -16,10 +16,11 @@ from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 from fastdeploy_cache.transfer_manager.peer.peer_signal import PeerSignal
 from fastdeploy_cache.transfer_manager.peer.setup import PeerSetup
 from fastdeploy_cache.transfer_manager.process.child import ChildProcess
+from fastdeploy_cache.transfer_manager.process.owner import ProcessOwner
 from fastdeploy_cache.transfer_manager.process.words import RankSignal
 
 
-class PeerOwner:
+class PeerOwner(ProcessOwner):
     """See `process.owner.ProcessOwner`: signal words, control sockets' addresses, and KV arrays of others."""
 
     def __init__(
@@ -85,18 +86,6 @@ class PeerOwner:
 
     def follow(self, rank: int) -> str | None:
         return self.kv[rank].follow()
-
-    def take_report(self, rank: int, report: bytes, num_restarts: int) -> str | None:  # noqa: ARG002
-        return None
-
-    def note_up(self, rank: int) -> None:
-        pass
-
-    def note_death(self, rank: int, failure: str, *, is_blamed: bool) -> None:
-        pass
-
-    def note_stopped(self) -> None:
-        pass
 
     def close(self) -> None:
         for signal, array, kv in zip(self.signals, self._peer_arrays, self.kv, strict=True):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
 from fastdeploy_cache.errors import LayoutError
-from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.ipc.shared_signal import SharedSignal
 from fastdeploy_cache.transfer_manager.kv.layout import MAX_LAYERS
@@ -23,7 +20,7 @@ class PeerSignal:
     NUM_BYTES = 4 * (_IN_FLIGHT + NUM_PEER_SLOTS)
 
     def __init__(self, array: SharedArray) -> None:
-        self._array = array
+        self.array = array
         self._signal = SharedSignal(array, self.NUM_BYTES // 4)
 
     def mark_layers(self, step: int, num_layers: int) -> None:
@@ -48,10 +45,6 @@ class PeerSignal:
         """See `count_in_flight`."""
         return self._signal.get(_IN_FLIGHT + slot)
 
-    def handle(self) -> bytes:
-        """What `StepProgress.open` takes in another process, as long as this one lives."""
-        return encode(SegmentHandle.of(self.NUM_BYTES, self._array.fd, os.getpid()))
-
 
 def layers_done(word: int, step: int) -> int:
     """How many layers of this step the word says are done: 0 where it is of another step.
@@ -74,12 +67,11 @@ class StepProgress:
         Raises:
             IPCError: it is no handle, or the engine is gone or belongs to another user.
         """
-        segment: SegmentHandle = decode(handle, SegmentHandle)
-        return cls(PeerSignal(SharedArray(segment.open_fd(), segment.num_bytes)))
+        return cls(PeerSignal(SegmentHandle.attach(handle)))
 
     def handle(self) -> bytes:
         """What `open` takes in another process."""
-        return self._signal.handle()
+        return SegmentHandle.share(self._signal.array)
 
     def mark(self, step: int, num_layers: int) -> None:
         """The first `num_layers` layers of step number `step` are computed, and their keys and values written.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,22 +155,17 @@ class RankReceive:
             raise ReceiveFailedError("refused", str(error)) from error
 
     def _read_all(self, sources: list[_Source]) -> None:
-        with self._polling(sources) as poller:
-            while not all(source.is_confirmed for source in sources):
-                self._check(sources)
-                self._ask(sources)
-                if not any(self._read_some(source) for source in sources):
-                    poller.wait(min(_ASK_SECONDS / 2, max(0.0, self._deadline - SYSTEM_CLOCK.now())))
-                for source in sources:
-                    self._hear(source)
-
-    @contextmanager
-    def _polling(self, sources: list[_Source]) -> Iterator[Poller]:
         poller = Poller()
         poller.register(self._cancelled.fd, self._cancelled)
         for source in sources:
-            poller.register(source.connection, source)
-        yield poller
+            poller.register(source.connection.socket, source)
+        while not all(source.is_confirmed for source in sources):
+            self._check(sources)
+            self._ask(sources)
+            if not any(self._read_some(source) for source in sources):
+                poller.wait(min(_ASK_SECONDS / 2, self._seconds_left()))
+            for source in sources:
+                self._hear(source)
 
     def _check(self, sources: list[_Source]) -> None:
         now = SYSTEM_CLOCK.now()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from fastdeploy_cache.transfer_manager.task import TransferTask
 _MAX_REMEMBERED = 4096
 _MAX_EARLY = 1024
 
+K = TypeVar("K")
+V = TypeVar("V")
 Put = Callable[[bytes, ToReader], None]  # to the connection of that name; may be lost
 
 
@@ -148,9 +151,7 @@ class Sender:
         send = self._sends.get(key.number)
         if key.instance_id == self._instance_id and key.number > self._last_number:
             # The engine hands an offer out when its task is on the way here: a reader may be faster.
-            self._early[key.number, reader] = (connection, message)
-            if len(self._early) > _MAX_EARLY:
-                self._early.popitem(last=False)
+            _keep(self._early, (key.number, reader), (connection, message), _MAX_EARLY)
             return
         if key.instance_id != self._instance_id or send is None:
             failed = self._failed.get(key.number) if key.instance_id == self._instance_id else None
@@ -182,7 +183,7 @@ class Sender:
             return
         mine.has_confirmed, mine.heard_at = True, now
         send.num_bytes += message.num_bytes
-        self._remember(key, reader)
+        _keep(self._confirmed, (key, reader), None, _MAX_REMEMBERED)
         self._put(connection, Confirmed(key, reader))
         if len(send.readers) == send.num_readers and all(each.has_confirmed for each in send.readers.values()):
             self._end(key.number, None)
@@ -193,9 +194,7 @@ class Sender:
         is_mine = key.instance_id == self._instance_id
         if is_mine and key.number > self._last_number:  # faster than the offer's task, as a `Subscribe` may be
             self._early.pop((key.number, reader), None)
-            self._left[key.number, reader] = message
-            if len(self._left) > _MAX_EARLY:
-                self._left.popitem(last=False)
+            _keep(self._left, (key.number, reader), message, _MAX_EARLY)
         send = self._sends.get(key.number) if is_mine else None
         if send is not None and send.receiver in (None, (reader.instance_id, reader.number)):
             send.peer = send.peer or message.name
@@ -224,9 +223,7 @@ class Sender:
     def _end(self, number: int, why: Why | None) -> None:
         send = self._sends.pop(number)
         if why is not None:
-            self._failed[number] = why
-            if len(self._failed) > _MAX_REMEMBERED:
-                self._failed.popitem(last=False)
+            _keep(self._failed, number, why, _MAX_REMEMBERED)
             for rank, reader in send.readers.items():
                 self._put(reader.connection, SendState(self._key(number), self._name(send, rank), why=why))
         num_blocks = 0 if why is not None else send.num_blocks
@@ -261,7 +258,9 @@ class Sender:
         assert send.receiver is not None
         return ReaderKey(*send.receiver, rank)
 
-    def _remember(self, key: SendKey, reader: ReaderKey) -> None:
-        self._confirmed[key, reader] = None
-        if len(self._confirmed) > _MAX_REMEMBERED:
-            self._confirmed.popitem(last=False)
+
+def _keep(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
+    """Keep one more, and so many at the most: the oldest one goes."""
+    kept[key] = value
+    if len(kept) > most:
+        kept.popitem(last=False)

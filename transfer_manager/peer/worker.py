@@ -142,7 +142,7 @@ class PeerServer:
             self._lanes[lane] = RankQueue(setup.queue_fds[lane])
             poller.register(self._lanes[lane].fd, lane)
             self._lanes[lane].put(encode(ReadyMessage(setup.incarnation, lane)))
-        poller.register(self._listener, self._listener)
+        poller.register(self._listener.socket, self._listener)
         poller.register(self._wakeup.fd, self._wakeup)
         logger.info("event=ready rank=%d link=%s address=%s", setup.rank, setup.link, setup.address)
         return poller

@@ -26,12 +26,12 @@ class ProcessKind:
 
 
 class ProcessOwner(Protocol):
-    """Whoever has what the processes work on. Only the I/O thread calls it (but for `close`), and never waits in it."""
+    """Whoever has what the processes work on. Only the I/O thread calls it (but for `close`), and never waits in it.
 
-    @property
-    def signals(self) -> Sequence[RankSignal]:
-        """The words of each rank's process."""
-        ...
+    What has a body here is so where an owner says nothing else: all is there all the time, and nothing is noted.
+    """
+
+    signals: Sequence[RankSignal]  # the words of each rank's process
 
     def spawn(self, rank: int, incarnation: int, queue_fds: tuple[int, ...]) -> Process:
         """Start a process, which inherits `queue_fds`, its end of each lane.
@@ -40,30 +40,30 @@ class ProcessOwner(Protocol):
         """
         ...
 
-    def may_run(self, rank: int) -> bool:
+    def may_run(self, rank: int) -> bool:  # noqa: ARG002
         """Whether all that a process of the rank works on is there. One that may not is not started."""
-        ...
+        return True
 
-    def follow(self, rank: int) -> str | None:
+    def follow(self, rank: int) -> str | None:  # noqa: ARG002
         """What the rank's process works on has come or gone: why the one that runs must end, if it must."""
-        ...
+        return None
 
-    def take_report(self, rank: int, report: bytes, num_restarts: int) -> str | None:
+    def take_report(self, rank: int, report: bytes, num_restarts: int) -> str | None:  # noqa: ARG002
         """What a process says of itself when a lane is ready: why it must end, if it must."""
-        ...
+        return None
 
-    def note_up(self, rank: int) -> None:
+    def note_up(self, rank: int) -> None:  # noqa: ARG002
         """The rank's process is ready."""
-        ...
+        return
 
-    def note_death(self, rank: int, failure: str, *, is_blamed: bool) -> None:
+    def note_death(self, rank: int, failure: str, *, is_blamed: bool) -> None:  # noqa: ARG002
         """It is gone, and its tasks have ended. Not blamed: it was killed because what it worked on has gone, or
         could not start for want of descriptors, threads or memory, and is tried again."""
-        ...
+        return
 
     def note_stopped(self) -> None:
         """The thread ends: no process is left, or none that could be reaped."""
-        ...
+        return
 
     def close(self) -> None:
         """Give up what was shared with the processes. Called by the thread that stops them, once they have ended."""

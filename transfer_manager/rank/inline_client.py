@@ -10,18 +10,22 @@ import numpy as np
 from fastdeploy_cache.errors import DeviceError, LayoutError
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 from fastdeploy_cache.ipc.shared_array import SharedArray
-from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus
+from fastdeploy_cache.transfer_manager.client import OnResult
 from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory, KVViews
 from fastdeploy_cache.transfer_manager.kv.tensors import local_segments
-from fastdeploy_cache.transfer_manager.rank.layer_progress import LayerProgress
 from fastdeploy_cache.transfer_manager.rank.memory import create_rank_memory, release_pages, retake_pages
-from fastdeploy_cache.transfer_manager.rank.transfer_client import KVArrays, OnKVLost, ignore_kv_lost
+from fastdeploy_cache.transfer_manager.rank.transfer_client import (
+    KVArrays,
+    OnKVLost,
+    TransferClient,
+    ignore_kv_lost,
+)
 from fastdeploy_cache.transfer_manager.task import RankResult, TaskKind, TransferResult, TransferTask
 
 
-class InlineClient:
+class InlineClient(TransferClient):
     """No processes: `submit` copies in the caller's thread. Without a layout it moves no bytes (simulation).
 
     With `own_kv` False the KV arrays are those that `attach_kv` brings, arrays of this very process.
@@ -79,9 +83,6 @@ class InlineClient:
             error = "its KV arrays are not attached"
         return RankResult(rank=rank, num_bytes=num_bytes, seconds=self._now() - started, error=error)
 
-    def cancel(self, task_id: int) -> None:
-        pass  # it has ended
-
     @property
     def available(self) -> bool:
         return self._open and (self._layout is None or len(self._devices) == self._tp_size)
@@ -91,12 +92,6 @@ class InlineClient:
 
     def wait_ready(self, timeout_seconds: float) -> bool:  # noqa: ARG002 (there is nothing to wait for)
         return self.available
-
-    def restart(self, rank: int) -> None:
-        pass
-
-    def statuses(self) -> list[RankStatus]:
-        return []
 
     def kv_views(self, rank: int) -> KVViews:
         return self._own_kv(rank).views()
@@ -121,9 +116,6 @@ class InlineClient:
     def kv_lost(self, rank: int) -> None:
         self._devices.pop(rank, None)
         self._attached.pop(rank, None)
-
-    def layer_progress(self, rank: int) -> LayerProgress | None:  # noqa: ARG002
-        return None
 
     def cpu_segments(self) -> list[SharedArray]:
         return [memory.cpu for memory in self._memory]

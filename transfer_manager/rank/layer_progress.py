@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, seconds_to_wait
-from fastdeploy_cache.ipc.codec import decode, encode
-from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.kv.memory import SegmentHandle
 from fastdeploy_cache.transfer_manager.process.words import RankSignal
 
@@ -24,13 +20,11 @@ class LayerProgress:
         Raises:
             IPCError: it is no handle, or the engine is gone or belongs to another user.
         """
-        segment: SegmentHandle = decode(handle, SegmentHandle)
-        return cls(RankSignal(SharedArray(segment.open_fd(), segment.num_bytes)))
+        return cls(RankSignal(SegmentHandle.attach(handle)))
 
     def handle(self) -> bytes:
         """What `open` takes in another process."""
-        array = self._signal.array
-        return encode(SegmentHandle.of(array.num_bytes, array.fd, os.getpid()))
+        return SegmentHandle.share(self._signal.array)
 
     def wait_layer(self, load_ids: tuple[int, ...], layer: int, timeout_seconds: float) -> bool:
         """Sleep until layer number `layer` (from 0) of all these loads is in: the worker may compute it.

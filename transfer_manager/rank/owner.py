@@ -13,12 +13,13 @@ from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 from fastdeploy_cache.transfer_manager.kv.rank_kv import RankKV
 from fastdeploy_cache.transfer_manager.process.child import ChildProcess
+from fastdeploy_cache.transfer_manager.process.owner import ProcessOwner
 from fastdeploy_cache.transfer_manager.rank.memory import create_rank_memory
 from fastdeploy_cache.transfer_manager.rank.setup import RankSetup
 from fastdeploy_cache.transfer_manager.rank.transfer_client import ignore_kv_lost
 
 
-class RankOwner:
+class RankOwner(ProcessOwner):
     """See `process.owner.ProcessOwner`. The memory is taken by the constructor and given up by `close`."""
 
     def __init__(self, config: TransferConfig, layout: RankLayout, num_gpu_blocks: int, num_cpu_blocks: int) -> None:

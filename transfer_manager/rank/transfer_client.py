@@ -19,7 +19,10 @@ def ignore_kv_lost(rank: int) -> None:
 
 
 class TransferClient(TaskClient, Protocol):
-    """The client that moves blocks between the tiers of this machine, and has the ranks' memory."""
+    """The client that moves blocks between the tiers of this machine, and has the ranks' memory.
+
+    What has a body here is so without processes: a task has ended when `submit` returns.
+    """
 
     def start(self, on_result: OnResult, on_kv_lost: OnKVLost = ignore_kv_lost) -> None:
         """Make the ranks ready; those whose KV arrays a worker owns wait for `attach_kv`.
@@ -32,9 +35,9 @@ class TransferClient(TaskClient, Protocol):
         """
         ...
 
-    def cancel(self, task_id: int) -> None:
+    def cancel(self, task_id: int) -> None:  # noqa: ARG002
         """Nobody waits for this task any more: a rank that has not begun it answers at once, as failed."""
-        ...
+        return
 
     def wait_ready(self, timeout_seconds: float) -> bool:
         """Wait until every rank is ready; False when the time is over first."""
@@ -65,13 +68,13 @@ class TransferClient(TaskClient, Protocol):
         """The worker is gone, and its KV arrays with it: nothing is copied until `attach_kv`; tasks in flight fail."""
         ...
 
-    def restart(self, rank: int) -> None:
+    def restart(self, rank: int) -> None:  # noqa: ARG002
         """Start the rank's process now if there is none, however often it has died; returns at once."""
-        ...
+        return
 
-    def layer_progress(self, rank: int) -> LayerProgress | None:
+    def layer_progress(self, rank: int) -> LayerProgress | None:  # noqa: ARG002
         """How far the rank's loads are, for its worker; None where loads have ended when `submit` returns."""
-        ...
+        return None
 
     def cpu_segments(self) -> list[SharedArray]:
         """The memory of each rank's CPU blocks, one image after the other, good until the client is stopped."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from fastdeploy_cache.errors import StorageRefusedError
-from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace, ObjectKey
 
 _CLASSES = {
     "file": "fastdeploy_cache.transfer_manager.storage.file_admin:FileAdmin",
@@ -94,17 +94,6 @@ class Checked:
     is_listed: bool = True
     is_mended: bool = False
 
-    @classmethod
-    def of(cls, space: Space, outcomes: Counter[Outcome], damage: Sequence[Damage], *, is_mended: bool) -> Checked:
-        """The sums of what came of each object."""
-        return cls(
-            space=space,
-            num_objects=outcomes.total(),
-            damage=tuple(damage),
-            num_gone=outcomes["gone"],
-            is_mended=is_mended and bool(damage),
-        )
-
     @property
     def num_damaged(self) -> int:
         """How many objects are not what was written."""
@@ -134,6 +123,34 @@ class Cleared:
     freed_bytes: int | None = None
 
 
+class Tally:
+    """What came of each object of a store of keys, space by space."""
+
+    def __init__(self, spaces: Iterable[Space] = ()) -> None:
+        self._outcomes = {space: Counter[Outcome]() for space in spaces}
+        self._damage = defaultdict[Space, list[Damage]](list)
+
+    def note(self, space: Space, name: ObjectKey, key: str, outcome: Outcome) -> None:
+        """One object has been looked at."""
+        self._outcomes.setdefault(space, Counter())[outcome] += 1
+        if outcome == "damaged":
+            damage = Damage(where=f"key {key}", block_hash=name.block_hash.hex(), reason=WRONG_BYTES)
+            self._damage[space].append(damage)
+
+    def checked(self, *, is_mended: bool) -> list[Checked]:
+        """The sums; `is_mended`: what is damaged has been removed."""
+        return [
+            Checked(
+                space=space,
+                num_objects=outcomes.total(),
+                damage=tuple(self._damage[space]),
+                num_gone=outcomes["gone"],
+                is_mended=is_mended and bool(self._damage[space]),
+            )
+            for space, outcomes in sorted(self._outcomes.items(), key=lambda item: item[0].where)
+        ]
+
+
 def unheard() -> None:
     """What is called of each object where nobody listens."""
 
@@ -142,6 +159,7 @@ class StorageAdmin(Protocol):
     """Looks after one store. It holds nothing open between calls. One thread at a time.
 
     Every call may raise `StorageRefusedError` for what the user has to change, and `StorageError` for what may pass.
+    What has a body here is so of a server, which has no files: its keys themselves say what they are for.
     """
 
     where: str  # the store, for messages
@@ -156,17 +174,17 @@ class StorageAdmin(Protocol):
 
     def free_bytes(self) -> int | None:
         """What the store's file system has free for this user; None: it has no files."""
-        ...
+        return None
 
     def damaged(self) -> list[str]:
         """What has a space's objects and does not say any more what they are for: no space is counted for it. The
         engine that it belongs to names it anew when it starts."""
-        ...
+        return []
 
     def unreadable(self) -> list[str]:
         """What others have put in the place of the store's files, and why it is not used: a text for each space. Such a
         space is left alone, and nothing of it is checked, counted or removed that cannot be."""
-        ...
+        return []
 
     def verify(
         self, weights_id: str | None = None, *, remove: bool = False, on_object: Callable[[], object] = unheard

@@ -24,7 +24,7 @@ class Index:
         self._fresh: dict[int, Put] = {}
         self._free: list[int] = []
         self._retired: list[int] = []
-        self._was_touched = False
+        self.was_touched = False  # the order of use is another than that of the journal
 
     def restore(self, puts: Sequence[Put], free: Iterable[int]) -> None:
         """Begin with what the journal says, oldest first. Of a hash in two slots, which no sound journal says, the
@@ -46,11 +46,6 @@ class Index:
     def num_retired(self) -> int:
         """Slots that may after the next commit."""
         return len(self._retired)
-
-    @property
-    def was_touched(self) -> bool:
-        """Whether the order of use is another than that of the journal."""
-        return self._was_touched
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -81,7 +76,7 @@ class Index:
             for block_hash in reversed(hashes):
                 if block_hash in self._entries:
                     self._entries.move_to_end(block_hash)
-                    self._was_touched = True
+                    self.was_touched = True
 
     def take(self, num: int) -> list[int]:
         """Slots to write to, as many as there are; in order, so that neighbours are written in one go."""
@@ -165,5 +160,5 @@ class Index:
     def journaled(self) -> list[Put]:
         """What a journal has to say that is written anew; in the order of use."""
         with self._lock:
-            self._was_touched = False
+            self.was_touched = False
             return [put for put in self._entries.values() if put.slot not in self._fresh]

@@ -171,7 +171,7 @@ class Journal:
         self._geometry = geometry
         self._fd = -1
         self._end = self._chain = self._num_records = 0
-        self._is_sound = False
+        self.is_sound = False  # whether it says what it was told; if not, it has to be written anew
 
     def resume(self, replay: JournalReplay) -> None:
         """Go on behind what was read of it."""
@@ -181,29 +181,24 @@ class Journal:
         self._disk.sync(self._fd)
         self._disk.sync_folder(self._path.parent)
         self._end, self._chain, self._num_records = replay.end, replay.chain, replay.num_records
-        self._is_sound = replay.is_whole
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether it says what it was told; if not, it has to be written anew."""
-        return self._is_sound
+        self.is_sound = replay.is_whole
 
     def wants_rewrite(self, num_slots: int) -> bool:
         """Whether `rewrite` has to come before the next append: most of it is history, or its end is unknown."""
-        return not self._is_sound or self._num_records > 4 * num_slots + 1024
+        return not self.is_sound or self._num_records > 4 * num_slots + 1024
 
     def append(self, puts: Sequence[Put], emptied: Sequence[int]) -> None:
         """Add a durable frame."""
         data, crc = _frame(puts, emptied, self._chain)
-        self._is_sound = False  # until we know better
+        self.is_sound = False  # until we know better
         self._disk.write(self._fd, [memoryview(data)], self._end)
         self._disk.sync(self._fd)
-        self._end, self._chain, self._is_sound = self._end + len(data), crc, True
+        self._end, self._chain, self.is_sound = self._end + len(data), crc, True
         self._num_records += len(puts) + len(emptied)
 
     def rewrite(self, puts: Sequence[Put]) -> None:
         """Put a file that says just this in its place."""
-        self._is_sound = False
+        self.is_sound = False
         header = _HEADER.pack(_MAGIC, *self._geometry, int.from_bytes(SYSTEM_CLOCK.random_bytes(4), "little"), 0)
         crc = zlib.crc32(header[:-4])
         frame, chain = _frame(puts, (), crc)
@@ -221,10 +216,10 @@ class Journal:
             raise
         self.close()
         self._fd, self._end, self._chain, self._num_records = fd, len(data), chain, len(puts)
-        self._is_sound = True
+        self.is_sound = True
 
     def close(self) -> None:
         """Give its descriptor back."""
         if self._fd >= 0:
             self._disk.close(self._fd)
-        self._fd, self._is_sound = -1, False
+        self._fd, self.is_sound = -1, False

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import mmap
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -19,13 +19,13 @@ import numpy as np
 
 from fastdeploy_cache.errors import StorageError, StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage.admin import (
-    WRONG_BYTES,
     Checked,
     Cleared,
-    Damage,
     Outcome,
     Space,
     SpaceSummary,
+    StorageAdmin,
+    Tally,
     unheard,
 )
 from fastdeploy_cache.transfer_manager.storage.base import SEAL_BYTES, Segment, seal
@@ -48,7 +48,7 @@ class _Queried(msgspec.Struct):
     data: list[_Replica]
 
 
-class MooncakeAdmin:
+class MooncakeAdmin(StorageAdmin):
     """See `StorageAdmin`. A space is what its keys begin with; nobody knows whether an engine has it open.
 
     The master lists keys on its metrics port. Keys have digests in them, so what they are for is not known.
@@ -84,43 +84,23 @@ class MooncakeAdmin:
             for space, key in sorted(last_keys.items(), key=lambda item: item[0].where)
         ]
 
-    def damaged(self) -> list[str]:
-        """See `StorageAdmin`: the keys themselves say what they are for."""
-        return []
-
-    def unreadable(self) -> list[str]:
-        """See `StorageAdmin`: it has no files."""
-        return []
-
     def weights_ids(self) -> set[str]:
         """See `StorageAdmin`: the keys have digests alone."""
         return set()
-
-    def free_bytes(self) -> None:
-        """See `StorageAdmin`."""
 
     def verify(
         self, weights_id: str | None = None, *, remove: bool = False, on_object: Callable[[], object] = unheard
     ) -> list[Checked]:
         """See `StorageAdmin`. Mooncake takes these reads for use; it waits 30 s for an owner that hangs."""
-        outcomes = defaultdict[Space, Counter[Outcome]](Counter)
-        damage = defaultdict[Space, list[Damage]](list)
-        keys = self._keys(weights_id)
-        with _client(self._options) as client, _reader(client) as reader:
+        tally, keys = Tally(), self._keys(weights_id)
+        with _client(self._options) as client, closing(_Reader(client)) as reader:
             for name, key in keys:
-                space, outcome = _space(name), _outcome(reader, name, key)
-                outcomes[space][outcome] += 1
-                if outcome == "damaged":
-                    damage[space].append(
-                        Damage(where=f"key {key}", block_hash=name.block_hash.hex(), reason=WRONG_BYTES)
-                    )
-                    if remove:
-                        answered("batch_remove", client.batch_remove([key], True))
+                outcome = _outcome(reader, name, key)
+                tally.note(_space(name), name, key, outcome)
+                if outcome == "damaged" and remove:
+                    answered("batch_remove", client.batch_remove([key], True))
                 on_object()
-        return [
-            Checked.of(space, outcomes[space], damage[space], is_mended=remove)
-            for space in sorted(outcomes, key=lambda space: space.where)
-        ]
+        return tally.checked(is_mended=remove)
 
     def clear(self, weights_id: str, *, dry_run: bool = False) -> Cleared:
         """See `StorageAdmin`."""
@@ -225,15 +205,6 @@ def _silence() -> Iterator[None]:
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(nowhere)
-
-
-@contextmanager
-def _reader(client: Any) -> Iterator[_Reader]:
-    reader = _Reader(client)
-    try:
-        yield reader
-    finally:
-        reader.close()
 
 
 def _space(name: ObjectKey) -> Space:

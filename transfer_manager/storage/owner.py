@@ -12,13 +12,14 @@ from fastdeploy_cache.ipc.codec import decode
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.process.child import ChildProcess
+from fastdeploy_cache.transfer_manager.process.owner import ProcessOwner
 from fastdeploy_cache.transfer_manager.process.words import RankSignal
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 from fastdeploy_cache.transfer_manager.storage.setup import StorageSetup, StoreReport
 
 
-class StorageOwner:
+class StorageOwner(ProcessOwner):
     """See `process.owner.ProcessOwner`: signal words of its own, and the CPU blocks of the transfer client."""
 
     def __init__(
@@ -52,12 +53,6 @@ class StorageOwner:
         program = "fastdeploy_cache.transfer_manager.storage"
         return ChildProcess(setup, self._config, (*queue_fds, segment.fd, signal_fd), program)
 
-    def may_run(self, rank: int) -> bool:  # noqa: ARG002 (its CPU blocks are there all the time)
-        return True
-
-    def follow(self, rank: int) -> str | None:  # noqa: ARG002
-        return None
-
     def take_report(self, rank: int, report: bytes, num_restarts: int) -> str | None:  # noqa: ARG002
         try:
             store: StoreReport = decode(report, StoreReport)
@@ -65,15 +60,6 @@ class StorageOwner:
             return f"what it says of its store is no report: {error}"
         self.needs_token_ids |= store.needs_token_ids
         return None
-
-    def note_up(self, rank: int) -> None:
-        pass
-
-    def note_death(self, rank: int, failure: str, *, is_blamed: bool) -> None:
-        pass
-
-    def note_stopped(self) -> None:
-        pass
 
     def close(self) -> None:
         for signal in self.signals:

@@ -53,7 +53,7 @@ class ValkeyStorage:
     def count_leading(self, blocks: Blocks) -> int:
         """See `Storage`. One round trip; an object of the wrong length does not count."""
         whole = self._space.object_bytes + SEAL_BYTES
-        return _num_leading(length == whole for length in self._lengths(blocks.hashes))
+        return [*(length == whole for length in self._lengths(blocks.hashes)), False].index(False)
 
     def read(self, blocks: Blocks) -> int:
         """See `Storage`. What is not exactly what was written is removed, and the read ends there."""
@@ -247,12 +247,3 @@ def _trust(tls_ca_file: str | None, url: str) -> dict[str, Any]:
 def _is_full(answer: object) -> bool:
     """Whether the server has no memory left and evicts nothing."""
     return isinstance(answer, importlib.import_module("valkey").exceptions.OutOfMemoryError)
-
-
-def _num_leading(present: Iterator[bool]) -> int:
-    num_leading = 0
-    for found in present:
-        if not found:
-            break
-        num_leading += 1
-    return num_leading

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from fastdeploy_cache.errors import StorageError, StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage.admin import (
-    WRONG_BYTES,
     Checked,
     Cleared,
-    Damage,
     Outcome,
     Space,
     SpaceSummary,
+    StorageAdmin,
+    Tally,
     unheard,
 )
 from fastdeploy_cache.transfer_manager.storage.base import SEAL_BYTES, seal
@@ -33,7 +33,7 @@ from fastdeploy_cache.transfer_manager.storage.valkey import (
 _NUM_SCANNED = 1000
 
 
-class ValkeyAdmin:
+class ValkeyAdmin(StorageAdmin):
     """See `StorageAdmin`. A space is what its keys begin with; nobody knows whether an engine has it open.
 
     Caches enter their spaces in `SPACES_KEY`. Objects of one that is not there (after `clear`, of an engine that went
@@ -67,21 +67,10 @@ class ValkeyAdmin:
                 for space in sorted(found, key=lambda space: space.where)
             ]
 
-    def damaged(self) -> list[str]:
-        """See `StorageAdmin`: the keys themselves say what they are for."""
-        return []
-
-    def unreadable(self) -> list[str]:
-        """See `StorageAdmin`: it has no files."""
-        return []
-
     def weights_ids(self) -> set[str]:
         """See `StorageAdmin`."""
         with self._server() as client:
             return {key_space.weights_id for key_space in _listed(client).values()}
-
-    def free_bytes(self) -> None:
-        """See `StorageAdmin`."""
 
     def verify(
         self, weights_id: str | None = None, *, remove: bool = False, on_object: Callable[[], object] = unheard
@@ -90,28 +79,17 @@ class ValkeyAdmin:
         prefix = f"fdc{KEY_VERSION}:" if weights_id is None else weights_prefix(weights_id)
         with self._server() as client:
             listed = _listed(client)
-            outcomes: dict[Space, Counter[Outcome]] = {
-                _space_of(key_space): Counter()
-                for key_space in listed.values()
-                if weights_id in (None, key_space.weights_id)
-            }
-            damage = defaultdict[Space, list[Damage]](list)
+            tally = Tally(_space_of(each) for each in listed.values() if weights_id in (None, each.weights_id))
             with suppress(importlib.import_module("valkey").exceptions.ResponseError):  # Valkey and Redis 7.2 know it
                 client.client_no_touch("ON")
             for name, key in _keys(client, prefix):
                 space = _space(name, listed)
                 outcome = _outcome(space, name, client.get(key))
-                outcomes.setdefault(space, Counter())[outcome] += 1
-                if outcome == "damaged":
-                    where = f"key {name.prefix}{name.block_hash.hex()}"
-                    damage[space].append(Damage(where=where, block_hash=name.block_hash.hex(), reason=WRONG_BYTES))
-                    if remove:
-                        client.unlink(key)
+                tally.note(space, name, f"{name.prefix}{name.block_hash.hex()}", outcome)
+                if outcome == "damaged" and remove:
+                    client.unlink(key)
                 on_object()
-        return [
-            Checked.of(space, outcomes[space], damage[space], is_mended=remove)
-            for space in sorted(outcomes, key=lambda space: space.where)
-        ]
+        return tally.checked(is_mended=remove)
 
     def clear(self, weights_id: str, *, dry_run: bool = False) -> Cleared:
         """See `StorageAdmin`. Also takes their spaces from the list."""

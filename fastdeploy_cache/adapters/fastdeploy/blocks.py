@@ -29,7 +29,7 @@ class BlockCalls:
         gpu = self._current.cache.blocks.view.tier_stats()
         return gpu.num_free / gpu.num_blocks if gpu.num_blocks else 0.0
 
-    def can_allocate_gpu_blocks(self, num_blocks: int, try_free_gpu_blocks: bool) -> bool:
+    def can_allocate_gpu_blocks(self, num_blocks: int, try_free_gpu_blocks: bool = True) -> bool:
         """Whether so many blocks are free; where they are not, evicts exactly what is missing, if all of it can go.
 
         False while the GPU sleeps.
@@ -42,7 +42,7 @@ class BlockCalls:
             missing -= self._current.cache.blocks.evict(missing)
         return missing <= 0
 
-    def allocate_gpu_blocks(self, num_blocks: int) -> list[int]:
+    def allocate_gpu_blocks(self, num_blocks: int, req_id: str | None = None) -> list[int]:  # noqa: ARG002
         """The lowest free ids, the caller's from now on; what is missing is evicted. None for a negative number: a
         scheduler that has allocated ahead asks for what it needs less what it has.
 
@@ -58,7 +58,7 @@ class BlockCalls:
         except LifeCycleError as error:
             raise NotEnoughBlocksError(num_blocks, 0) from error
 
-    def recycle_gpu_blocks(self, gpu_block_ids: int | Sequence[int]) -> None:
+    def recycle_gpu_blocks(self, gpu_block_ids: int | Sequence[int], req_id: str | None = None) -> None:  # noqa: ARG002
         """The caller's blocks are free again; one or many.
 
         Raises:
@@ -100,9 +100,9 @@ class BlockCalls:
         return self._current.cache.blocks.drop(block_hash) if block_hash else 0
 
 
-def num_blocks_of(num_tokens: int, block_size: int) -> int:
+def num_blocks_of(input_token_num: int, block_size: int) -> int:
     """Blocks for so many tokens."""
-    return -(-num_tokens // block_size)
+    return -(-input_token_num // block_size)
 
 
 def _as_list(block_ids: int | Sequence[int]) -> Sequence[int]:

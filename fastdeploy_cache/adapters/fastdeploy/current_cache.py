@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastdeploy_cache.adapters.fastdeploy.config import cache_config, num_gpu_blocks, pool_size
-from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import RankStartError
 from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
 from fastdeploy_cache.transfer_manager.client import RankStatus
@@ -26,11 +26,12 @@ class CurrentCache:
             ConfigError: an impossible setting.
         """
         self.their_config, self.splitwise_role = config, splitwise_role
-        self._tp_size, self._dp_id = tp_size, data_parallel_id
+        self._tp_size = tp_size
+        self._ours = partial(cache_config, config, data_parallel_id=data_parallel_id, splitwise_role=splitwise_role)
         self._device_ids: Sequence[int] | None = None
         self._pod_ip = "127.0.0.1"
         self._num_blocks = num_gpu_blocks(config, splitwise_role)
-        self.cache = NativeManager(self._ours(self._num_blocks, tp_size))
+        self.cache = NativeManager(self._ours(num_blocks=self._num_blocks, tp_size=tp_size))
 
     @property
     def block_size(self) -> int:
@@ -74,7 +75,9 @@ class CurrentCache:
     def _replace(self, num_blocks: int, device_ids: Sequence[int] | None, tp_size: int, *, launched: bool) -> None:
         """Close the old one first: both would need the memory, and a store's folder. Where the new one cannot be, one
         without ranks takes its place."""
-        ours = self._ours(num_blocks, tp_size, device_ids=device_ids, launched=launched)
+        ours = self._ours(
+            num_blocks=num_blocks, tp_size=tp_size, device_ids=device_ids, pod_ip=self._pod_ip, launched=launched
+        )
         self.cache.close()
         try:
             self.cache = NativeManager(ours)
@@ -84,20 +87,6 @@ class CurrentCache:
                 raise PeersLateError(f"{late}; event=peers_late in this process's log says why")
         except BaseException:
             self.cache.close()
-            self.cache = NativeManager(self._ours(self._num_blocks, self._tp_size))
+            self.cache = NativeManager(self._ours(num_blocks=self._num_blocks, tp_size=self._tp_size))
             raise
         self._tp_size = tp_size
-
-    def _ours(
-        self, num_blocks: int, tp_size: int, *, device_ids: Sequence[int] | None = None, launched: bool = False
-    ) -> CacheConfig:
-        return cache_config(
-            self.their_config,
-            tp_size=tp_size,
-            num_blocks=num_blocks,
-            data_parallel_id=self._dp_id,
-            device_ids=device_ids,
-            splitwise_role=self.splitwise_role,
-            pod_ip=self._pod_ip,
-            launched=launched,
-        )

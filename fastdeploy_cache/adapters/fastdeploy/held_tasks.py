@@ -129,7 +129,7 @@ class HeldTasks:
 
         Also of a task that is in another thread's call: then it is released meanwhile, at worst.
         """
-        told = held.num_tokens if held.with_path else held.num_updated_tokens
+        told = held.request.num_tokens if held.with_path else held.num_updated_tokens
         if told <= held.num_shown_tokens:  # most tasks: one after another is looked at in every match
             return
         if not self.speaks_by_output(held):

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from fastdeploy_cache.errors import IPCError
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
+from fastdeploy_cache.ipc.private_socket import peer_uid
 from fastdeploy_cache.ipc.shortage import AcceptRests
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 
@@ -119,8 +120,7 @@ def _receive(connection: socket.socket) -> tuple[int, KVHandle]:
 
 
 def _check_user(connection: socket.socket) -> None:
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if user != os.getuid():
+    if (user := peer_uid(connection)) != os.getuid():
         raise IPCError(f"KV arrays go between processes of one user; the other one is user {user}")
 
 

@@ -71,21 +71,30 @@ class Launcher:
         """Whether there are ranks and signals."""
         return self._words is not None
 
-    def launch_cache_manager(
-        self, tensor_parallel_size: int, device_ids: Sequence[int], pod_ip: str, engine_worker_queue_port: int | str
+    def launch_cache_manager(  # noqa: PLR0917 (theirs)
+        self,
+        cache_config: Any,
+        tensor_parallel_size: int,
+        device_ids: Sequence[int],
+        pod_ip: str,
+        engine_worker_queue_port: int | str,
+        ipc_suffix: int | str,
+        create_cache_tensor: bool = True,
     ) -> list[RankProcess]:
         """Start the ranks and wait until all are ready, with `splitwise_role` prefill or decode their peer processes,
         too; attach or make the signals, with `engine_worker_queue_port` behind their names. Returns the peer processes,
         then the ranks.
 
         What was cached before is forgotten. `pod_ip` is where others reach this host, for `local_rdma_comm_ports`. Who
-        makes the KV arrays is said by `cache_config.fastdeploy_cache["transfer"]["kv_owner"]`.
+        makes the KV arrays is said by `cache_config.fastdeploy_cache["transfer"]["kv_owner"]`. The first argument and
+        the last two are not used.
 
         Raises:
             ConfigError: blocks are held by tasks or the caller, or an impossible setting.
             RankStartError: a rank did not start in time. PeerRefusedError: the link cannot be opened as configured.
             IPCError: another engine has these signals. Nothing is left.
         """
+        del cache_config, ipc_suffix, create_cache_tensor
         self._tasks.check_nothing_is_held()
         self.close_signals()
         suffix = str(engine_worker_queue_port)
@@ -104,24 +113,36 @@ class Launcher:
         ranks = [RankProcess(lambda: self._current.cache.stats().ranks, each.rank) for each in cache.stats().ranks]
         return self._peer_processes() + ranks
 
-    def launch_cache_messager(
-        self, tensor_parallel_size: int, device_ids: Sequence[int], pod_ip: str, engine_worker_queue_port: int | str
+    def launch_cache_messager(  # noqa: PLR0917 (theirs)
+        self,
+        cache_config: Any,
+        tensor_parallel_size: int,
+        device_ids: Sequence[int],
+        key_cache_shape: Any,
+        value_cache_shape: Any,
+        pod_ip: str,
+        engine_worker_queue_port: int | str,
+        ipc_suffix: int | str,
     ) -> list[RankProcess] | None:
         """The ranks' peer processes, ready, with `cache_ready_signal` set; None where they are not ready in time.
 
-        `launch_cache_manager` starts them: where that was not called yet it is now, and all of it is started.
+        `launch_cache_manager` starts them: where that was not called yet it is now, and all of it is started. The
+        configuration, the shapes and `ipc_suffix` are not used.
 
         Raises:
             ConfigError: no blocks go between instances, or it was launched with another port. Whatever
             `launch_cache_manager` raises.
         """
+        del key_cache_shape, value_cache_shape
         role = self._current.splitwise_role
         if not has_peers(role, extra_settings(self._current.their_config.cache_config).get("peer")):
             what = f"launch_cache_messager with splitwise_role {role!r}"
             raise ConfigError(f"{what}: no blocks go between instances; use 'prefill' and 'decode'")
         if not self.is_launched:
             try:
-                self.launch_cache_manager(tensor_parallel_size, device_ids, pod_ip, engine_worker_queue_port)
+                self.launch_cache_manager(
+                    cache_config, tensor_parallel_size, device_ids, pod_ip, engine_worker_queue_port, ipc_suffix
+                )
             except PeersLateError as error:
                 logger.error("event=messager_late error=%r", str(error))
                 return None

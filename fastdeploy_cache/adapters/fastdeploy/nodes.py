@@ -38,9 +38,7 @@ class BlockNode:
     cpu_block_id: int | None = None
     children: dict[str, BlockNode] = field(default_factory=dict)
     req_id_set: set[str] = field(default_factory=set)
-    reverved_dec_block_ids: list[int] = field(
-        default_factory=list
-    )  # their spelling; held by tasks here, never by nodes
+    reverved_dec_block_ids: list[int] = field(default_factory=list)  # their spelling; here tasks hold them, no nodes
 
     @property
     def hash_value(self) -> str:

@@ -53,9 +53,9 @@ class PeerCalls:
         """
         held, num_tokens = self._tasks.get(task), operator.index(num_computed_tokens)
         held.follow_outputs()
-        if not 0 <= num_tokens <= held.num_tokens:
+        if not 0 <= num_tokens <= held.request.num_tokens:
             what = f"step {step} of request {task.request_id!r} computes {num_tokens} tokens"
-            raise RequestError(f"{what}; it has {held.num_tokens}")
+            raise RequestError(f"{what}; it has {held.request.num_tokens}")
         num_blocks = self._tasks.hand_over(held, num_tokens)
         self._current.cache.peers.begin_step(held.request, num_blocks * self._current.block_size, step)
 

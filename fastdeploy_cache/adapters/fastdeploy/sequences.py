@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+from concurrent.futures import Future
 from typing import Any
 
-from fastdeploy_cache.adapters.fastdeploy.blocks import num_blocks_of
+from fastdeploy_cache.adapters.fastdeploy.blocks import done, num_blocks_of
 from fastdeploy_cache.adapters.fastdeploy.current_cache import CurrentCache
 from fastdeploy_cache.adapters.fastdeploy.held_tasks import HeldTasks
 from fastdeploy_cache.adapters.fastdeploy.task import HeldTask, NotEnoughBlocksError, Task, new_request
@@ -24,7 +25,12 @@ class CallSequences:
 
     # -- v1
 
-    def request_match_blocks(self, task: Task, block_size: int) -> tuple[list[int], int, dict[str, Any]]:
+    def request_match_blocks(
+        self,
+        task: Task,
+        block_size: int,
+        *_: object,  # theirs takes more, and does not look at it
+    ) -> tuple[list[int], int, dict[str, Any]]:
         """The task's cached blocks, pinned until it is released; their tokens; where they came from.
 
         Waits for what is below the GPU, at most `load_timeout_seconds`. At least one token is left to compute, so a
@@ -87,7 +93,7 @@ class CallSequences:
         self._check_block_size(block_size)
         held = self._tasks.get(task)
         held.follow_outputs()
-        proven = min(held.num_proven_tokens, held.num_tokens)  # the task may have said more since
+        proven = min(held.num_proven_tokens, held.request.num_tokens)  # the task may have said more since
         self._tasks.commit(held, proven or (0 if self._tasks.schedules_ahead else held.num_updated_tokens))
 
     def release_block_ids(self, task: Task) -> None:
@@ -108,15 +114,19 @@ class CallSequences:
             if self._tasks.speaks_by_output(held):
                 if held.with_path:
                     held.follow_outputs()
-                told = held.num_tokens if held.with_path else held.num_updated_tokens
+                told = held.request.num_tokens if held.with_path else held.num_updated_tokens
                 self._tasks.commit(held, min(told, held.num_proven_tokens))
         finally:
             self._tasks.remove(held)
 
+    def release_block_ids_async(self, task: Task) -> Future[None]:
+        """`release_block_ids`, which never waits: the future is done."""
+        return done(lambda: self.release_block_ids(task))
+
     # -- v0
 
     def request_block_ids(
-        self, task: Task, block_size: int, dec_token_num: int
+        self, task: Task, block_size: int, dec_token_num: int = 0, *_: object
     ) -> tuple[list[int], list[int], dict[str, int]]:
         """The task's cached blocks, blocks of its own for the rest of the prompt and `dec_token_num` tokens more, and
         how many of the first were in which tier.
@@ -129,7 +139,7 @@ class CallSequences:
         num_reserved = operator.index(dec_token_num)
         if num_reserved < 0:
             raise RequestError(f"dec_token_num is {dec_token_num}; give 0 or more")
-        num_blocks = num_blocks_of(held.num_tokens + num_reserved, block_size)
+        num_blocks = num_blocks_of(held.request.num_tokens + num_reserved, block_size)
         match = self._tasks.match(held)[0]
         cache = self._current.cache
         try:
@@ -140,7 +150,7 @@ class CallSequences:
                 raise NotEnoughBlocksError(error.missing, error.coming) from error
             raise
         held.num_handed_blocks, held.num_path_blocks = len(match.block_ids), len(match.block_ids) + len(own)
-        num_full = held.num_tokens // block_size - len(match.block_ids)
+        num_full = held.request.num_tokens // block_size - len(match.block_ids)
         held.unfilled_ids = tuple(own[num_full:])
         self._tasks.add(held)
         num_gpu = match.num_gpu_tokens // block_size

@@ -31,22 +31,24 @@ class StorageCalls:
 
     # -- swap
 
-    def issue_swap_task(
+    def issue_swap_task(  # noqa: PLR0917 (theirs)
         self,
         transfer_task_id: str,
+        swap_node_ids: Sequence[Any],
         gpu_block_ids: Sequence[int],
         cpu_block_ids: Sequence[int],
         event_type: Any,
-        *,
-        is_sync: bool,
+        is_sync: bool = True,
     ) -> bool:
-        """Copy between GPU and CPU blocks that the caller has allocated; waits, and says whether all ranks did it.
+        """Copy between GPU and CPU blocks that the caller has allocated; waits, and says whether all ranks did it. The
+        nodes are not looked at.
 
         `event_type`: SWAP2CPU or SWAP2GPU, by name or as an enumeration.
 
         Raises:
             RequestError: another event, or not `is_sync`. BlockOwnerError: a block is not the caller's.
         """
+        del swap_node_ids
         kind = _SWAPS.get(str(getattr(event_type, "name", event_type)))
         if kind is None or not is_sync:
             raise RequestError(f"swap task of {event_type!r}, is_sync={is_sync}; use SWAP2CPU or SWAP2GPU, in sync")
@@ -96,7 +98,7 @@ class StorageCalls:
         # all of it, not what fitted
         return ended_well and self._current.cache.blocks.lookup(request).num_blocks >= len(table)
 
-    def issue_write_back_storage_task(self, task: Any, *, is_sync: bool) -> bool:
+    def issue_write_back_storage_task(self, task: Any, is_sync: bool = True) -> bool:
         """`task`: `task_id`, `keys`, `gpu_block_ids` (the caller's), and `token_ids`, which name the blocks.
 
         Raises:
@@ -106,13 +108,13 @@ class StorageCalls:
         with _running(self.task_write_back_event, task.task_id):
             return self._copy_down(request, task.gpu_block_ids, is_sync=is_sync)
 
-    def wait_write_storage_task(self, task_id: str) -> bool:
+    def wait_write_storage_task(self, req_id: str) -> bool:
         """Wait for a write that another thread has issued; False when the tasks' own deadline is over first."""
-        return self._wait(self.task_write_back_event, task_id)
+        return self._wait(self.task_write_back_event, req_id)
 
     # -- read
 
-    def issue_prefetch_storage_task(self, task: Any) -> list[int]:
+    def issue_prefetch_storage_task(self, task: Any, is_sync: bool = True) -> list[int]:  # noqa: ARG002
         """Bring blocks from storage into the caller's `gpu_block_ids`; returns those that all ranks have filled: the
         leading ones. `task` as for writing, with `start_read_block_idx` blocks already there.
 
@@ -134,10 +136,10 @@ class StorageCalls:
                 self.storage_prefetch_block_ids.pop(next(iter(self.storage_prefetch_block_ids)))
             return came
 
-    def wait_prefetch_storage_task(self, task_id: str) -> list[int]:
+    def wait_prefetch_storage_task(self, req_id: str) -> list[int]:
         """The blocks that a read has filled, waiting for one that another thread has issued; each once."""
-        self._wait(self.task_prefetch_event, task_id)
-        return self.storage_prefetch_block_ids.pop(task_id, [])
+        self._wait(self.task_prefetch_event, req_id)
+        return self.storage_prefetch_block_ids.pop(req_id, [])
 
     def _wait(self, running: dict[str, Event], task_id: str) -> bool:
         event = running.get(task_id)

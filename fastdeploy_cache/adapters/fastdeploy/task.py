@@ -48,7 +48,8 @@ class UnknownTaskError(UnknownRequestError, KeyError):
 class HeldTask:
     """A task that was matched and not released.
 
-    `request` has its prompt as it was matched: schedulers cut and overwrite `task.prompt_token_ids` afterwards.
+    `request` has its prompt as it was matched, and its output as far as it is known here: schedulers cut and overwrite
+    `task.prompt_token_ids` afterwards.
     """
 
     task: Task
@@ -65,11 +66,6 @@ class HeldTask:
 
     def __post_init__(self) -> None:
         self._num_outputs_before = self._num_outputs = self.request.num_tokens - self.request.num_prompt_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of prompt and output, as far as they are known here."""
-        return self.request.num_tokens
 
     @property
     def num_proven_tokens(self) -> int:
@@ -129,31 +125,31 @@ def _field(inputs: Any, name: str) -> Sequence[Any]:
     return value if value is not None else ()
 
 
-def block_hash_extra_keys(task: Task, start: int, end: int, mm_index: int) -> tuple[int, list[str]]:
-    """The hashes of the images that overlap tokens [start, end), and the index of the image to look from next; images
-    before `mm_index` are not looked at.
+def block_hash_extra_keys(request: Task, start_idx: int, end_idx: int, mm_idx: int) -> tuple[int, list[str]]:
+    """The index of the image to look from next, and the hashes of the images that overlap tokens [start_idx, end_idx);
+    images before `mm_idx` are not looked at.
 
-    That index is of the first image that reaches behind `end`, else of the last one. Where all images end before
-    `start` it is `mm_index`.
+    That index is of the first image that reaches behind `end_idx`, else of the last one. Where all images end before
+    `start_idx` it is `mm_idx`.
     """
-    inputs = getattr(task, "multimodal_inputs", None) or {}
+    inputs = getattr(request, "multimodal_inputs", None) or {}
     positions, hashes = _field(inputs, "mm_positions"), _field(inputs, "mm_hashes")
     found: list[str] = []
-    if not len(positions) or positions[-1].offset + positions[-1].length <= start:
-        return mm_index, found
-    for index in range(mm_index, len(positions)):
+    if not len(positions) or positions[-1].offset + positions[-1].length <= start_idx:
+        return mm_idx, found
+    for index in range(mm_idx, len(positions)):
         first, last = positions[index].offset, positions[index].offset + positions[index].length
-        if first < end and last > start:
+        if first < end_idx and last > start_idx:
             found.append(hashes[index])
-        if last > end:
+        if last > end_idx:
             return index, found
     return len(positions) - 1, found
 
 
-def is_inside_image(inputs: Any, num_tokens: int) -> tuple[bool, int]:
-    """Whether the first `num_tokens` tokens end inside an image, and the index of that image; 0 where they do not."""
-    for index, position in enumerate(_field(inputs or {}, "mm_positions")):
-        if position.offset < num_tokens < position.offset + position.length:
+def is_inside_image(mm_inputs: Any, matched_token_num: int) -> tuple[bool, int]:
+    """Whether so many tokens end inside an image, and the index of that image; 0 where they do not."""
+    for index, position in enumerate(_field(mm_inputs or {}, "mm_positions")):
+        if position.offset < matched_token_num < position.offset + position.length:
             return True, index
     return False, 0
 

@@ -9,7 +9,7 @@ from fastdeploy_cache.adapters.fastdeploy.current_cache import CurrentCache
 from fastdeploy_cache.adapters.fastdeploy.held_tasks import HeldTasks
 from fastdeploy_cache.adapters.fastdeploy.nodes import BlockNode, NodeView
 from fastdeploy_cache.adapters.fastdeploy.task import path_hashes
-from fastdeploy_cache.books.run import CPU, GPU, Tier
+from fastdeploy_cache.books.run import GPU, Tier
 from fastdeploy_cache.metrics.fastdeploy_names import FastDeployNames
 
 
@@ -48,65 +48,24 @@ class Views:
     def __init__(self, current: CurrentCache, tasks: HeldTasks) -> None:
         self._current, self._tasks = current, tasks
 
-    @property
-    def gpu_free_block_list(self) -> FreeBlockList:
-        """Free GPU blocks."""
-        return FreeBlockList(self._current, GPU)
-
-    @property
-    def cpu_free_block_list(self) -> FreeBlockList:
-        """Free CPU blocks."""
-        return FreeBlockList(self._current, CPU)
-
-    @property
-    def num_gpu_blocks(self) -> int:
-        """Blocks of the GPU pool."""
-        return self._current.cache.blocks.view.tier_stats(GPU).num_blocks
-
-    @property
-    def num_cpu_blocks(self) -> int:
-        """Blocks of the CPU pool."""
-        return self._current.cache.blocks.view.tier_stats(CPU).num_blocks
-
-    def _nodes(self) -> NodeView:
+    def nodes(self) -> NodeView:
+        """Every cached block's node, by its id: the block's hash; and the root, with all below it."""
         size = self._current.block_size
         held = {name: path_hashes(task.request, task.num_handed_blocks, size) for name, task in self._tasks.items()}
         return NodeView(self._current.cache.blocks.view.runs(), size, held)
 
-    @property
-    def node_map(self) -> dict[str, BlockNode]:
-        """Every cached block's node, by its id: the block's hash."""
-        return self._nodes().by_hash
+    def lru_leaf_heap(self, tier: Tier) -> list[BlockNode]:
+        """Leaves on the GPU, or in the CPU tier only, that no task holds, those first that would be evicted first."""
+        return self.nodes().leaves(self._current.cache.blocks.view.eviction_order(tier), on_gpu=tier is GPU)
 
-    @property
-    def radix_tree_root(self) -> BlockNode:
-        """The root, with all below it."""
-        return self._nodes().root
-
-    @property
-    def gpu_lru_leaf_heap(self) -> list[BlockNode]:
-        """Leaves on the GPU that no task holds, those first that would be evicted first."""
-        return self._nodes().leaves(self._current.cache.blocks.view.eviction_order(GPU), on_gpu=True)
-
-    @property
-    def gpu_lru_leaf_set(self) -> set[str]:
-        """The node ids of `gpu_lru_leaf_heap`: nodes are made anew at each look, ids stay."""
-        return {node.node_id for node in self.gpu_lru_leaf_heap}
-
-    @property
-    def cpu_lru_leaf_heap(self) -> list[BlockNode]:
-        """Leaves in the CPU tier only that no task holds, those first that would be evicted first."""
-        return self._nodes().leaves(self._current.cache.blocks.view.eviction_order(CPU), on_gpu=False)
-
-    @property
-    def cpu_lru_leaf_set(self) -> set[str]:
-        """The node ids of `cpu_lru_leaf_heap`."""
-        return {node.node_id for node in self.cpu_lru_leaf_heap}
+    def lru_leaf_set(self, tier: Tier) -> set[str]:
+        """The node ids of `lru_leaf_heap`: nodes are made anew at each look, ids stay."""
+        return {node.node_id for node in self.lru_leaf_heap(tier)}
 
     @property
     def req_leaf_map(self) -> dict[str, BlockNode]:
         """The last cached node that each task holds."""
-        nodes, size = self._nodes(), self._current.block_size
+        nodes, size = self.nodes(), self._current.block_size
         leaves = {}
         for name, held in self._tasks.items():
             hashes = path_hashes(held.request, held.num_handed_blocks, size)
@@ -132,11 +91,6 @@ class Views:
     def unfilled_req_block_map(self) -> dict[str, list[int]]:
         """The blocks of each v0 task behind the full ones of its prompt: the tail, and the reserve for decoding."""
         return {name: list(held.unfilled_ids) for name, held in self._tasks.items() if held.unfilled_ids}
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Hit rates over the sliding window: `request`, `token`, `gpu`, `cpu`, `storage`."""
-        return self._current.cache.metrics.hit_rates()
 
     @property
     def kvcache_storage_backend(self) -> str | None:

@@ -48,7 +48,7 @@ class CacheManager:
         table = np.asarray(page_table)
         if table.dtype != np.int32 or table.ndim != 2:
             raise ConfigError(f"page table is {table.dtype} {list(table.shape)}; use `create_page_table`")
-        self.prefix_cache = prefix_cache
+        self.prefix_cache, self.reset = prefix_cache, prefix_cache.reset
         self.page_table = table
         self.page_size = prefix_cache.page_size
         self._manager = prefix_cache.manager
@@ -173,10 +173,6 @@ class CacheManager:
             gone = np.concatenate((own[old_handle.cached_len : cached_len], own[new.cached_len :]))
         self.free(gone)
         self.unlock(old_handle)
-
-    def reset(self) -> None:
-        """Forget every prefix; requests that run keep their pages."""
-        self.prefix_cache.reset()
 
     def check_integrity(self, num_held_pages: int = 0) -> None:
         """Raise `AssertionError` unless free and cached pages, and those that requests hold, are all: none is lost."""

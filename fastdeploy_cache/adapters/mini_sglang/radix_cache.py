@@ -94,7 +94,8 @@ class RadixPrefixCache:
         Raises:
             LayoutError: PyTorch is wanted, but missing.
         """
-        self.manager = manager
+        self.manager, self.check_integrity = manager, manager.check_invariants
+        self.reset = manager.reset  # what is locked stays as it is until it is unlocked, but is not found any more
         self.given: Given = as_int32_tensor if as_tensors else as_array
         self.given(slots_of([], 1))
         self.page_size = manager.config.block_size
@@ -185,19 +186,11 @@ class RadixPrefixCache:
             raise OutOfBlocksError(-(-missing // self.page_size), 0)
         return self.given(slots_of(self.manager.blocks.evict_runs(-(-size // self.page_size)), self.page_size))
 
-    def reset(self) -> None:
-        """Forget every prefix. What is locked stays as it is until it is unlocked, but is not found any more."""
-        self.manager.reset()
-
     @property
     def size_info(self) -> SizeInfo:
         """Cached tokens on the GPU."""
         gpu = self.manager.blocks.view.tier_stats()
         return SizeInfo(gpu.num_evictable * self.page_size, gpu.num_protected * self.page_size)
-
-    def check_integrity(self) -> None:
-        """Raise `AssertionError` if the books of tree and pool do not add up. Walks the whole tree."""
-        self.manager.check_invariants()
 
     def is_cached(self, handle: RadixCacheHandle) -> bool:
         """Whether the handle's tokens are still found in its slots: not after a reset, even if it is locked."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fastdeploy_cache.adapters.known_versions import SGLANG, installed_version
@@ -45,6 +45,12 @@ class _Pool(NamedTuple):
     host: Any
     pages: StoredPages
     is_written: bool
+
+    def addresses(self, num_pages: int, given: Any, *, by_index: bool) -> list[int]:
+        """Where the pieces of these pages lie."""
+        if by_index:
+            return addresses_of_pages(self.host, num_pages, given, self.pages.piece_bytes)
+        return addresses_of_tensors(given, num_pages, self.pages.piece_bytes[0])
 
 
 class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
@@ -125,24 +131,24 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:  # noqa: ARG002
         """How many of the pages, counted from the first, are there."""
-        return self._count(KV_POOL, keys)
+        return self._count(KV_POOL, keys, self._new_deadline())
 
     def exists(self, key: str) -> bool:
         """The same for one."""
-        return self._count(KV_POOL, [key]) == 1
+        return self._count(KV_POOL, [key], self._new_deadline()) == 1
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:  # noqa: ARG002
         """Fill the pages at these places of the host pool; for each whether it was."""
-        return self._move_by_index(KV_POOL, keys, host_indices, is_read=True)
+        return self._move(KV_POOL, keys, host_indices, self._new_deadline(), is_read=True)
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:  # noqa: ARG002
         """Store the pages at these places; for each whether it is there now."""
-        return self._move_by_index(KV_POOL, keys, host_indices, is_read=False)
+        return self._move(KV_POOL, keys, host_indices, self._new_deadline(), is_read=False)
 
     def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:  # noqa: ARG002
         """Fill tensors, one flat page each; for each the tensor, or None. Without `interface_v1` only."""
         targets = list(target_locations) if target_locations is not None else []
-        filled = self._move_flat(keys, targets, is_read=True)
+        filled = self._move(KV_POOL, keys, targets, self._new_deadline(), is_read=True, by_index=False)
         return [targets[index] if is_filled else None for index, is_filled in enumerate(filled)]
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
@@ -158,7 +164,7 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> bool:
         """Store tensors, one flat page each; whether all are there now. Without `interface_v1` only."""
         tensors = list(values) if values is not None else []
-        return all(self._move_flat(keys, tensors, is_read=False))
+        return all(self._move(KV_POOL, keys, tensors, self._new_deadline(), is_read=False, by_index=False))
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """The same for one."""
@@ -190,7 +196,7 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
         hits |= {name: longest for name, _ in trailing}
         return PoolTransferResult(longest, hits, found)
 
-    def _has_ends(self, trailing: Sequence[tuple[str, int]], keys: Sequence[str], deadline: float | None) -> bool:
+    def _has_ends(self, trailing: Sequence[tuple[str, int]], keys: Sequence[str], deadline: float) -> bool:
         return all(self._count(name, keys[-num:], deadline) == min(num, len(keys)) for name, num in trailing)
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:  # noqa: ARG002
@@ -204,9 +210,7 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def _move_pools(self, transfers: Any, *, is_read: bool) -> dict[Any, list[bool]]:
         deadline = self._new_deadline()
         return {
-            each.name: self._move_by_index(
-                str(each.name), each.keys or [], each.host_indices, is_read=is_read, deadline=deadline
-            )
+            each.name: self._move(str(each.name), each.keys or [], each.host_indices, deadline, is_read=is_read)
             for each in transfers
         }
 
@@ -236,11 +240,11 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     # -- how
 
-    def _new_deadline(self) -> float | None:
-        """One for a whole call, however many pools it asks; None before there is a pool."""
-        return next((pool.pages.new_deadline() for pool in self._pools.values()), None)
+    def _new_deadline(self) -> float:
+        """One for a whole call, however many pools it asks."""
+        return SYSTEM_CLOCK.now() + self._settings.storage.task_timeout_seconds
 
-    def _count(self, name: str, keys: Sequence[str], deadline: float | None = None) -> int:
+    def _count(self, name: str, keys: Sequence[str], deadline: float) -> int:
         pool = self._pools.get(name)
         try:
             if pool is None or not keys:
@@ -250,39 +254,17 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
             self._say("lookup_failed", name, error)
             return 0
 
-    def _move_by_index(
-        self, name: str, keys: Sequence[str], host_indices: Any, *, is_read: bool, deadline: float | None = None
-    ) -> list[bool]:
-        if name == KV_POOL and not self._settings.by_index:
-            return [False for _ in keys]
-
-        def addresses_in(pool: _Pool) -> list[int]:
-            return addresses_of_pages(pool.host, len(keys), host_indices, pool.pages.piece_bytes)
-
-        return self._move(name, keys, addresses_in, is_read=is_read, deadline=deadline)
-
-    def _move_flat(self, keys: Sequence[str], tensors: Sequence[Any], *, is_read: bool) -> list[bool]:
-        if self._settings.by_index:
-            return [False for _ in keys]
-
-        def addresses_in(pool: _Pool) -> list[int]:
-            return addresses_of_tensors(tensors, len(keys), pool.pages.piece_bytes[0])
-
-        return self._move(KV_POOL, keys, addresses_in, is_read=is_read)
-
     def _move(
-        self,
-        name: str,
-        keys: Sequence[str],
-        addresses_in: Callable[[_Pool], list[int]],
-        *,
-        is_read: bool,
-        deadline: float | None = None,
+        self, name: str, keys: Sequence[str], given: Any, deadline: float, *, is_read: bool, by_index: bool = True
     ) -> list[bool]:
+        """Whether each page was moved. `given`: the places in the host pool, or not `by_index` flat tensors;
+        the pool of keys and values is served in one of the two ways."""
         pool, num_moved = self._pools.get(name), 0
         try:
-            if pool is not None and keys and (is_read or pool.is_written):
-                started, hashes, addresses = SYSTEM_CLOCK.now(), list(map(hash_of, keys)), addresses_in(pool)
+            is_served = name != KV_POOL or by_index is self._settings.by_index
+            if pool is not None and keys and is_served and (is_read or pool.is_written):
+                started, hashes = SYSTEM_CLOCK.now(), list(map(hash_of, keys))
+                addresses = pool.addresses(len(keys), given, by_index=by_index)
                 num_moved = (pool.pages.read if is_read else pool.pages.write)(hashes, addresses, deadline)
                 self._note(pool, num_moved, SYSTEM_CLOCK.now() - started, is_read=is_read)
         except Exception as error:

@@ -30,12 +30,14 @@ class Loads:
         return load.block_ids if came else None
 
     def take_started(self) -> tuple[int, ...]:
-        """The task ids of the loads that were started since the last call."""
+        """The task ids of the loads that were started since the last call: what workers give to
+        `LayerProgress.wait_layer` as the producer of this batch."""
         started, self._started = tuple(self._started), []
         return started
 
     def check(self) -> list[Node]:
-        """End those that are done; returns the nodes of those that failed."""
+        """End those that are done; returns the nodes of those that failed: what was computed on them is worth nothing,
+        and its request has to be computed again."""
         done = [(node, load) for node, load in self._going if load.done]
         self._going = [(node, load) for node, load in self._going if not load.done]
         return [node for node, load in done if not self._manager.blocks.copies.end_load(load)]

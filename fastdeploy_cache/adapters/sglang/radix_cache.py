@@ -93,6 +93,9 @@ class HiRadixCache:
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(manager, as_tensors=as_tensors)
         self.req_to_token_pool, self.load_back_threshold = req_to_token_pool, load_back_threshold
         self.loads = Loads(manager, overlap=overlap_loads)
+        self.ready_to_load_host_cache = self.loads.take_started
+        # once for each step: copies down, storage and its answers need no calls here
+        self.loading_check = self.check_hicache_events = self.loads.check
         self._locks: dict[Node, list[PinnedPrefix]] = {}
         self._prefetches: dict[str, tuple[Request, Prefetch]] = {}
         self._repeated = RepeatedLists()
@@ -262,20 +265,6 @@ class HiRadixCache:
             return self._given(slots_of(found.block_ids[first : resident.num_pages], self.page_size)), resident
         here = self.manager.blocks.lookup(last_node.request).block_ids[first : last_node.num_pages - len(loading)]
         return self._given(slots_of([*here, *loading], self.page_size)), last_node
-
-    def ready_to_load_host_cache(self) -> tuple[int, ...]:
-        """The loads that were started since the last call: what workers give to `LayerProgress.wait_layer` as the
-        producer of this batch."""
-        return self.loads.take_started()
-
-    def loading_check(self) -> list[Node]:
-        """Overlapped loads that have ended are over; returns the nodes of those that failed: what was computed on them
-        is worth nothing, and its request has to be computed again."""
-        return self.loads.check()
-
-    def check_hicache_events(self) -> list[Node]:
-        """Once for each step: `loading_check`. Copies down, storage and its answers need no calls here."""
-        return self.loading_check()
 
     # -- storage
 

@@ -43,12 +43,12 @@ class _Flight:
 class StoredPages:
     """Any thread may call. Reads and writes go by staging pages; of calls that go one way, one is served at a time.
 
-    No call waits beyond `task_timeout_seconds`. A store that fails again and again is left alone: then calls miss at
-    once, until a probe (pages of noise, nobody waits for it) has found it working.
+    No call waits beyond its deadline, by the clock's `now`. A store that fails again and again is left alone: then
+    calls miss at once, until a probe (pages of noise, nobody waits for it) has found it working.
     """
 
     def __init__(self, config: StorageConfig, space: KeySpace, piece_bytes: Sequence[int]) -> None:
-        """`piece_bytes`: a page lies in the pool in so many pieces.
+        """`piece_bytes`: the sizes of the pieces in which a page lies in the pool.
 
         Raises:
             ConfigError: there is room for fewer than three pages.
@@ -56,6 +56,7 @@ class StoredPages:
         """
         self._timeout_seconds = config.task_timeout_seconds
         self._staging = Staging(config.staging_bytes, piece_bytes)
+        self.piece_bytes = self._staging.piece_bytes
         self._client = StorageProcesses(config, TransferConfig(), spaces=[space], segments=[self._staging.segment])
         self._lock = threading.Lock()  # for what follows; never held while anything is waited for
         self._flights: dict[int, _Flight] = {}
@@ -65,15 +66,6 @@ class StoredPages:
         self._read_breaker, self._write_breaker = (
             Breaker(config.breaker_failures, config.breaker_seconds) for _ in range(2)
         )
-
-    @property
-    def piece_bytes(self) -> tuple[int, ...]:
-        """The sizes of a page's pieces in the pool."""
-        return self._staging.piece_bytes
-
-    @property
-    def _num_pieces(self) -> int:
-        return len(self._staging.piece_bytes)
 
     def start(self) -> None:
         """Open the store. One that cannot be reached in time is tried again and again, and calls miss until then.
@@ -96,9 +88,9 @@ class StoredPages:
         self._client.stop()  # answers what is on its way: nobody waits any more
         self._staging.close(self._timeout_seconds)
 
-    def count_leading(self, hashes: Sequence[bytes], deadline: float | None = None) -> int:
+    def count_leading(self, hashes: Sequence[bytes], deadline: float) -> int:
         """How many of these pages, counted from the first, are there."""
-        deadline, num_there = self.new_deadline() if deadline is None else deadline, 0
+        num_there = 0
         for start in range(0, len(hashes), _HASHES_PER_LOOKUP):
             part = hashes[start : start + _HASHES_PER_LOOKUP]
             result = self._ask(TaskKind.LOOKUP, part, deadline)
@@ -107,27 +99,22 @@ class StoredPages:
                 break
         return num_there
 
-    def read(self, hashes: Sequence[bytes], addresses: Sequence[int], deadline: float | None = None) -> int:
+    def read(self, hashes: Sequence[bytes], addresses: Sequence[int], deadline: float) -> int:
         """Fill pages; how many, counted from the first, hold exactly what was written under their hashes. The others
         are as they were. `addresses`: of the pieces, page by page."""
         return self._move(TaskKind.PREFETCH, hashes, addresses, self._staging.reading, deadline)
 
-    def write(self, hashes: Sequence[bytes], addresses: Sequence[int], deadline: float | None = None) -> int:
+    def write(self, hashes: Sequence[bytes], addresses: Sequence[int], deadline: float) -> int:
         """Store pages that are not there yet; how many, counted from the first, are there now."""
         return self._move(TaskKind.WRITE, hashes, addresses, self._staging.writing, deadline)
 
-    def clear(self, deadline: float | None = None) -> bool:
+    def clear(self, deadline: float) -> bool:
         """Forget everything of these weights; whether that has been done."""
-        return self._ask(TaskKind.CLEAR, (), self.new_deadline() if deadline is None else deadline) is not None
-
-    def new_deadline(self) -> float:
-        """When a call that begins now ends, by the clock's `now`. One that asks several pools gives each the same."""
-        return SYSTEM_CLOCK.now() + self._timeout_seconds
+        return self._ask(TaskKind.CLEAR, (), deadline) is not None
 
     def _move(
-        self, kind: TaskKind, hashes: Sequence[bytes], addresses: Sequence[int], desk: Desk, deadline: float | None
+        self, kind: TaskKind, hashes: Sequence[bytes], addresses: Sequence[int], desk: Desk, deadline: float
     ) -> int:
-        deadline = self.new_deadline() if deadline is None else deadline
         if not self._can(kind) or not desk.lock.acquire(timeout=max(0.0, deadline - SYSTEM_CLOCK.now())):
             return 0
         num_begun = num_done = 0
@@ -144,7 +131,7 @@ class StoredPages:
                 first.ended.wait(max(0.0, deadline - SYSTEM_CLOCK.now()))
                 num_moved = first.num_blocks
                 if kind is TaskKind.PREFETCH:
-                    self._staging.empty(first.ids[:num_moved], addresses[num_done * self._num_pieces :])
+                    self._staging.empty(first.ids[:num_moved], addresses[num_done * len(self.piece_bytes) :])
                 num_done += num_moved
                 if num_moved < len(first.ids):  # a miss, a failure, or too late
                     return num_done
@@ -159,7 +146,7 @@ class StoredPages:
         part = hashes[start : start + desk.tray_pages]
         ids = desk.trays[start // desk.tray_pages % len(desk.trays)][: len(part)]
         if kind is TaskKind.WRITE:
-            self._staging.fill(ids, addresses[start * self._num_pieces :])
+            self._staging.fill(ids, addresses[start * len(self.piece_bytes) :])
         return self._submit(kind, part, ids)
 
     def _leave(self, desk: Desk, flights: Sequence[_Flight]) -> None:
@@ -196,7 +183,7 @@ class StoredPages:
             kind=kind,
             source_ids=ids if kind is TaskKind.WRITE else _NO_IDS,
             destination_ids=_NO_IDS if kind is TaskKind.WRITE else ids,
-            deadline=self.new_deadline(),
+            deadline=SYSTEM_CLOCK.now() + self._timeout_seconds,
             hashes=hashes,
         )
 

@@ -181,7 +181,7 @@ class FastDeployCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def has_pending_push_work(self) -> bool:
         """Copies are on their way: go on stepping, so that their blocks come free."""
-        return self._scheduler is not None and self._scheduler.is_storing
+        return self._scheduler is not None and self._scheduler.storing.is_busy
 
     def reset_cache(self) -> bool | None:
         """Forget the CPU tier; what is in storage stays."""
@@ -229,8 +229,7 @@ class FastDeployCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """The handle of the KV arrays, for the scheduler."""
-        kv = self.worker.handshake()
-        return KVMetadata(kv) if kv is not None else None
+        return KVMetadata(self.worker.kv) if self.worker.kv is not None else None
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ARG002
         """The ranks are loading already; take up what to wait for."""

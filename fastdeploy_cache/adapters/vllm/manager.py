@@ -65,6 +65,7 @@ class KVCacheManager:
         self.manager = manager
         self.block_size = manager.config.block_size
         self.block_pool = BlockPool(manager)
+        self.get_num_free_blocks = self.block_pool.get_num_free_blocks
         self._load_timeout_seconds = load_timeout_seconds
         self._schedules_ahead = schedules_ahead
         self._served: dict[str, _Served] = {}
@@ -73,10 +74,6 @@ class KVCacheManager:
     def usage(self) -> float:
         """Share of the blocks that are in use, 0 to 1."""
         return self.block_pool.get_usage()
-
-    def get_num_free_blocks(self) -> int:
-        """Blocks that are free, or cached and not in use."""
-        return self.block_pool.get_num_free_blocks()
 
     def prefetch(self, request: EngineRequest) -> Prefetch:
         """Fetch from storage what is nowhere else (`PrefixCacheManager.prefetch`), as a request is queued."""
@@ -257,9 +254,8 @@ class KVCacheManager:
         try:
             return self.manager.allocate(served.native, num_blocks)
         except OutOfBlocksError:
-            others = [other for other in self._served.values() if other.blocks and not other.is_running]
-            others = [other for other in others if other is not served]
-            if not others:
+            waiting = [other for other in self._served.values() if other.blocks and not other.is_running]
+            if not (others := [other for other in waiting if other is not served]):
                 raise
             for other in others:
                 self._let_go(other)

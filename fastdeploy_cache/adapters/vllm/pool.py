@@ -15,7 +15,7 @@ from fastdeploy_cache.manager import PrefixCacheManager
 class PooledBlock:
     """A GPU block, as `KVCacheBlock` names things; one object per id. Read only, true at the moment of the look.
 
-    `block_hash` and what follows from it walk the tree: for tests and doubt.
+    `block_hash` walks the tree: for tests and doubt.
     """
 
     __slots__ = ("_pool", "block_id", "ref_cnt")
@@ -31,18 +31,6 @@ class PooledBlock:
         """The hash of a block that can be found; None of others, also of a copy of a block that was cached before."""
         found = self._pool.find(self.block_id)
         return None if found is None else hash_of(*found)
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Its tokens; none where it has no hash."""
-        block_hash = self.block_hash
-        return () if block_hash is None else block_hash.token_ids
-
-    @property
-    def num_hashed_tokens(self) -> int:
-        """Tokens that its hash covers: those of the sequence up to its end."""
-        found = self._pool.find(self.block_id)
-        return 0 if found is None else (found[0].first_block + found[1] + 1) * self._pool.block_size
 
     def __repr__(self) -> str:
         return f"PooledBlock(block_id={self.block_id}, ref_cnt={self.ref_cnt})"
@@ -111,7 +99,6 @@ class BlockPool:
 
     def __init__(self, manager: PrefixCacheManager) -> None:
         self.manager = manager
-        self.block_size = manager.config.block_size
         self.num_gpu_blocks = manager.config.pool_sizes()[0]
         self.free_block_queue = FreeBlocks(self)
         self._blocks: dict[int, PooledBlock] = {}

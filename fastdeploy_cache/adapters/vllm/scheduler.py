@@ -54,31 +54,27 @@ class SchedulerHalf:
 
         `metrics`: where to serve the manager's metrics; None: nowhere.
         """
-        self._cache = PrefixCacheManager(config)
+        self.cache = PrefixCacheManager(config)  # may be looked into (`stats`, `serve_metrics`)
         if metrics is not None:
             self._serve(metrics)
-        self._cache.blocks.allocate(config.pool_sizes()[0])
+        self.cache.blocks.allocate(config.pool_sizes()[0])
         self._config, self._is_layerwise = config, is_layerwise
         self._fewest, self._most = config.load_limits()
         self._names = Namer(kv_format)
-        self._storing = Storing(self._cache.blocks)
+        self.storing = Storing(self.cache.blocks)
         self._sequences: dict[str, Sequence] = {}
         self._loads: list[_Load] = []
-        self._counters = Counters(self._cache.metrics)
+        self.take_counts = Counters(self.cache.metrics).take
+        self.close, self.reset = self.cache.close, self.cache.reset
         self._number = 0
 
     def _serve(self, metrics: MetricsAddress) -> None:
         try:
-            url = self._cache.serve_metrics(metrics.host, metrics.port)
+            url = self.cache.serve_metrics(metrics.host, metrics.port)
         except BaseException:
-            self._cache.close()
+            self.cache.close()
             raise
         logger.info("event=metrics url=%s", url)
-
-    @property
-    def cache(self) -> PrefixCacheManager:
-        """The manager, for a look inside (`stats`, `serve_metrics`)."""
-        return self._cache
 
     def attach(self, kv: Mapping[int, WorkerKV]) -> None:
         """The workers' KV arrays, by rank. Waits until the ranks have them.
@@ -94,7 +90,7 @@ class SchedulerHalf:
             raise ConfigError(f"ranks keep blocks in different orders: {orders}; make them alike")
         self._names.follow_orders(orders)
         for rank, each in sorted(kv.items()):
-            self._cache.ranks.attach_kv(rank, KVHandle.from_bytes(each.handle))
+            self.cache.ranks.attach_kv(rank, KVHandle.from_bytes(each.handle))
 
     def bind_block_pool(self, block_pool: Any) -> None:
         """vLLM's `BlockPool`. It can be reset only while nobody holds a block, and vLLM asks no connector to let go. So
@@ -102,23 +98,11 @@ class SchedulerHalf:
         reset = block_pool.reset_prefix_cache
 
         def reset_when_stored() -> bool:
-            self._storing.wait(self._longest_seconds)
+            self.storing.wait(self._longest_seconds)
             return bool(reset())
 
         block_pool.reset_prefix_cache = reset_when_stored
-        self._storing.bind(block_pool)
-
-    def close(self) -> None:
-        """End the ranks. Safe to call twice."""
-        self._cache.close()
-
-    def reset(self) -> None:
-        """Forget what is cached."""
-        self._cache.reset()
-
-    def take_counts(self) -> dict[str, float]:
-        """What has been counted since the last call; empty where nothing has happened."""
-        return self._counters.take()
+        self.storing.bind(block_pool)
 
     # -- finding and loading
 
@@ -129,13 +113,13 @@ class SchedulerHalf:
             return 0, False
         sequence.num_vllm_tokens = sequence.num_admitted_tokens = num_computed_tokens
         self._unpin(sequence)
-        if request.skip_reading_prefix_cache or sequence.load_failed or not self._cache.ranks.wait_ready(0):
+        if request.skip_reading_prefix_cache or sequence.load_failed or not self.cache.ranks.wait_ready(0):
             return 0, False
         if len(self._loads) >= self._config.transfer.max_tasks_in_flight or not self._is_fetched(sequence):
             return None, False
         size, first = self._config.block_size, num_computed_tokens // self._config.block_size
         # pinned: what is promised here may not be evicted before the load begins, or vLLM would take it for a failure
-        sequence.pinned = self._cache.blocks.pin(sequence.tokens, request.num_tokens // size)
+        sequence.pinned = self.cache.blocks.pin(sequence.tokens, request.num_tokens // size)
         num_blocks = sequence.pinned.num_blocks - first
         # the last token is computed always, as the next one follows from it; its block is loaded all the same
         num_tokens = min(num_blocks * size, request.num_tokens - 1 - num_computed_tokens)
@@ -150,10 +134,10 @@ class SchedulerHalf:
         if self._config.storage is None:
             return True
         if sequence.prefetch is None:
-            sequence.prefetch = self._cache.prefetch(sequence.tokens, with_last_token=True)
+            sequence.prefetch = self.cache.prefetch(sequence.tokens, with_last_token=True)
         is_ready = sequence.prefetch.ready
         if is_ready:
-            self._cache.end_prefetch(sequence.tokens)
+            self.cache.end_prefetch(sequence.tokens)
         return is_ready
 
     def allocated(self, request: Any, block_ids: ListOf[int], num_external_tokens: int) -> None:
@@ -167,7 +151,7 @@ class SchedulerHalf:
             sequence.num_admitted_tokens = sequence.num_vllm_tokens + num_external_tokens
             first = sequence.first_block
             wanted = list(block_ids[first : first - (-num_external_tokens // size)])
-            transfer = self._cache.blocks.copies.swap_in(sequence.tokens, wanted, first_block=first)
+            transfer = self.cache.blocks.copies.swap_in(sequence.tokens, wanted, first_block=first)
             num_begun = transfer.num_blocks
             self._loads.append(_Load(sequence, transfer, wanted[:num_begun], wanted[num_begun:], sequence.hit))
         else:
@@ -182,10 +166,10 @@ class SchedulerHalf:
     def step(self, tables: Mapping[str, list[int]]) -> StepPlan:
         """The next step. `tables`: the GPU blocks of `storable` requests."""
         self._number += 1
-        self._storing.end_done()
+        self.storing.end_done()
         for request_id, block_ids in tables.items():
             sequence = self._sequences[request_id]
-            self._storing.store(sequence, self._computed(sequence, block_ids), sequence.num_offered)
+            self.storing.store(sequence, self._computed(sequence, block_ids), sequence.num_offered)
         return self._plan_layerwise() if self._is_layerwise else self._plan()
 
     def _plan(self) -> StepPlan:
@@ -218,7 +202,7 @@ class SchedulerHalf:
         )
 
     def _progress_handle(self, rank: int) -> bytes:
-        progress = self._cache.ranks.layer_progress(rank)
+        progress = self.cache.ranks.layer_progress(rank)
         assert progress is not None, "ranks are processes"
         return progress.handle()
 
@@ -249,7 +233,7 @@ class SchedulerHalf:
         sequence.is_counted = True
         hits = (sequence.num_vllm_tokens, hit.num_cpu_tokens, hit.num_storage_tokens)
         sequence.num_found_blocks = sum(hits) // self._config.block_size
-        self._cache.blocks.count_request(sequence.tokens, hits)
+        self.cache.blocks.count_request(sequence.tokens, hits)
 
     @property
     def _longest_seconds(self) -> float:
@@ -257,11 +241,6 @@ class SchedulerHalf:
         return self._config.transfer.task_timeout_seconds + _MARGIN_SECONDS
 
     # -- storing
-
-    @property
-    def is_storing(self) -> bool:
-        """Blocks are kept until they are copied."""
-        return self._storing.is_busy
 
     def storable(self, request_ids: Iterable[str]) -> list[str]:
         """Those of the requests that have full blocks which were computed and not offered yet."""
@@ -280,8 +259,8 @@ class SchedulerHalf:
             return
         self._unpin(sequence)
         if self._config.storage is not None:
-            self._cache.end_prefetch(sequence.tokens)
-        self._storing.store_last(sequence, self._computed(sequence, block_ids))
+            self.cache.end_prefetch(sequence.tokens)
+        self.storing.store_last(sequence, self._computed(sequence, block_ids))
 
     def _num_computed(self, sequence: Sequence) -> int:
         """Tokens whose KV is complete: steps that still run do not count.
@@ -318,10 +297,10 @@ class SchedulerHalf:
         tokens = self._names.tokens_of(request)
         if tokens is None:
             return None
-        sequence = self._sequences[request.request_id] = Sequence(request, tokens, self._cache.blocks.generation)
+        sequence = self._sequences[request.request_id] = Sequence(request, tokens, self.cache.blocks.generation)
         return sequence
 
     def _unpin(self, sequence: Sequence) -> None:
         pinned, sequence.pinned = sequence.pinned, None
         if pinned is not None:
-            self._cache.blocks.unpin(pinned)
+            self.cache.blocks.unpin(pinned)

@@ -25,7 +25,7 @@ class WorkerHalf:
     def __init__(self, config: CacheConfig, rank: int) -> None:
         self._config, self._rank = config, rank
         self._layer_of: dict[str, int] = {}
-        self._kv: WorkerKV | None = None
+        self.kv: WorkerKV | None = None  # what the scheduler's half attaches; None before `register`
         self._spans: list[SharedSpan] = []
         self._progress: LayerProgress | None = None
         self._plan: StepPlan | None = None
@@ -70,7 +70,7 @@ class WorkerHalf:
             self._layer_of[name] = index_of[address]
         if len(orders) > 1:
             raise LayoutError(f"layers lie in different orders: {sorted(orders)}; they must all be alike")
-        self._kv = WorkerKV(self._handle(places).to_bytes(), orders.pop() if orders else "")
+        self.kv = WorkerKV(self._handle(places).to_bytes(), orders.pop() if orders else "")
 
     def _handle(self, places: Sequence[Mapping[str, ArrayPlace]]) -> KVHandle:
         if self._config.transfer.device == "cuda":
@@ -78,10 +78,6 @@ class WorkerHalf:
 
             return export_kv(self.layout, places, next(iter(places[0].values())).device_id)
         return shared_handle(self.layout, places, self._spans, os.getpid())
-
-    def handshake(self) -> WorkerKV | None:
-        """What the scheduler's half attaches; None before `register`."""
-        return self._kv
 
     # -- a step
 
