@@ -20,7 +20,7 @@ from fastdeploy_cache.what_if.sampling import BlockSubset
 
 BESIDE = Path(__file__).parents[4] / "shared" / "traces"  # beside the checkout
 TRACES = Path(os.environ.get("FASTDEPLOY_CACHE_TRACES", BESIDE))
-NUM_REQUESTS = 5000
+NUM_REQUESTS = 2500
 SIZE = 512
 
 
