@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up .venv and runs the tests. Arguments go on to pytest: ./launch/test.sh -k swap
-#   --fast    only the tests that start no process, in a minute or two; one that starts one all the same fails
+#   --fast    only the tests that start no process, in two minutes; one that starts one all the same fails
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if help_wanted "$@"; then
@@ -10,4 +10,7 @@ fi
 install demo,test
 say "pytest $*"
 cd "$ROOT"
-exec "$PYTHON" -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile "$@"
+# Tests that start processes share what they start with others of their file; the rest go wherever a core is idle.
+distribution=loadfile
+[[ " $* " == *" --fast "* ]] && distribution=worksteal
+exec "$PYTHON" -m pytest --numprocesses auto --maxprocesses 4 --dist "$distribution" "$@"

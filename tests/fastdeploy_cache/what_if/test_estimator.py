@@ -20,7 +20,7 @@ from fastdeploy_cache.what_if.sampling import BlockSubset
 
 BESIDE = Path(__file__).parents[4] / "shared" / "traces"  # beside the checkout
 TRACES = Path(os.environ.get("FASTDEPLOY_CACHE_TRACES", BESIDE))
-NUM_REQUESTS = 2500
+NUM_REQUESTS = 1000
 SIZE = 512
 
 
@@ -99,7 +99,7 @@ def conversations(num_requests: int) -> Trace:
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_estimates_are_close_to_whole_caches(policy: str) -> None:
     """The same on conversations made up here, of which four fifths of the blocks are not looked at."""
-    assert largest_error(conversations(1500), 4000, 5000, policy) < 1.5
+    assert largest_error(conversations(1000), 4000, 5000, policy) < 1.5
 
 
 def test_the_window_forgets_what_is_older() -> None:
