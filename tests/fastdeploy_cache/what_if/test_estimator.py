@@ -99,7 +99,7 @@ def conversations(num_requests: int) -> Trace:
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_estimates_are_close_to_whole_caches(policy: str) -> None:
     """The same on conversations made up here, of which four fifths of the blocks are not looked at."""
-    assert largest_error(conversations(1000), 4000, 5000, policy) < 1.5
+    assert largest_error(conversations(1500), 4000, 5000, policy) < 1.5
 
 
 def test_the_window_forgets_what_is_older() -> None:
