@@ -86,7 +86,7 @@ class Peers:
                 raise PeerError(f"{what}; release and match it again")
             self._check_room(road, TaskKind.SEND)
             send = road.offer(active, num_blocks)
-            active.is_offered = True
+            self._requests.offered.add(active)
             return send
 
     def begin_step(self, request: Request, num_computed_tokens: int, step: int) -> None:

@@ -53,7 +53,7 @@ _NONE, _NOTHING = array("i"), Asked(0, 0)  # never changed
 _USUAL_FIELDS = (
     *("request", "keys", "generation", "trail", "block_ids", "asked", "pin"),
     *("num_pinned_blocks", "num_gpu_blocks", "loads", "phase", "num_matched_blocks", "num_committed_blocks", "copy"),
-    *("is_admitted", "num_computed_tokens", "duplicates"),
+    *("is_admitted", "num_computed_tokens", "duplicates", "step"),
 )
 
 
@@ -80,7 +80,6 @@ class ActiveRequest:
     trail: Trail
     phase: RequestPhase = WAITING
     is_admitted: bool = False  # it got blocks, or committed some: else its release is no use
-    is_offered: bool = False  # to another instance
     is_detached: bool = False  # its blocks continue nothing that is cached: it publishes nothing
     # -- the match
     pin: Pin | None = None
@@ -100,6 +99,7 @@ class ActiveRequest:
     num_committed_blocks: int = 0
     num_computed_tokens: int = 0  # of the last commit
     num_copied_tokens: int = 0  # in the private block that the copy of the last block has filled
+    step: int = 0  # the last step that it took part in
     ahead: Sequence[Transfer] = ()  # loads whose destinations it uses before they have ended
 
     def __init__(self, request: Request, keys: BlockKeys, generation: int) -> None:

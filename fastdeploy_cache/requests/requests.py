@@ -36,8 +36,9 @@ class Requests:
     """Each from match to release, by its id. Under the lock.
 
     Attributes:
-        keep_offered: called for a request that is released while it is offered to another instance; which of its own
-            blocks have to stay until that has ended.
+        offered: those that are offered to another instance.
+        keep_offered: called for such a one when it is released; which of its own blocks have to stay until its send has
+            ended.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Requests:
         self._config, self._mover, self._storage = config, movement.mover, storage
         self.prefetches = Prefetches(config, books, self.matcher, storage, self._requests)
         self.listener: RequestListener | None = None
+        self.offered = set[ActiveRequest]()
         self.keep_offered: Callable[[ActiveRequest], array[int]] = _keep_none
         books.listen(Fetched, self._on_fetched)
 
@@ -240,7 +242,7 @@ class Requests:
         self.publisher.commit(active, num_computed_tokens, now)
         if is_first and self.listener is not None:
             self.listener.note((COMMITTED, active.trail.number, num_computed_tokens, len(active.block_ids)))
-        if active.is_offered:
+        if self.offered and active in self.offered:
             self.books.note(Committed(active=active))
 
     def num_coming(self) -> int:
@@ -268,7 +270,8 @@ class Requests:
         if self.listener is not None:
             self.listener.released(active)
         del self._requests[active.request.request_id]  # after what may lack memory: a failed release can be repeated
-        if active.is_offered:
+        if self.offered and active in self.offered:
+            self.offered.discard(active)
             kept = self.keep_offered(active)
             private_ids = array("i", [block_id for block_id in private_ids if block_id not in kept])
         if private_ids:

@@ -31,6 +31,7 @@ class Steps:
 
     def __init__(self, requests: Requests, block_size: int) -> None:
         self._requests, self._size = requests, block_size
+        self._num_steps = 0
 
     @staticmethod
     def pack(steps: Iterable[tuple[Request, TokenIds, int]]) -> list[Packed | CacheError]:
@@ -52,27 +53,28 @@ class Steps:
 
     def run(self, packed: Sequence[Packed | CacheError]) -> list[list[int] | CacheError | MemoryError]:
         """For each request its new blocks, or why nothing of its step was done."""
-        now, taken = self._requests.books.clock.now(), set[ActiveRequest]()
+        self._num_steps += 1
+        now = self._requests.books.clock.now()
         done: list[list[int] | CacheError | MemoryError] = []
         listener = self._requests.listener if len(packed) > 1 else None
         if listener is not None:
             listener.begin_step()
         for step in packed:
             try:
-                done.append(step if isinstance(step, CacheError) else self._step(step, now, taken))
+                done.append(step if isinstance(step, CacheError) else self._step(step, now))
             except (CacheError, MemoryError) as error:
                 done.append(error)
         if listener is not None:
             listener.end_step()
         return done
 
-    def _step(self, step: Packed, now: float, taken: set[ActiveRequest]) -> list[int]:
+    def _step(self, step: Packed, now: float) -> list[int]:
         request, tokens, num_computed_tokens = step
         requests = self._requests
         active = requests.active(request)
-        if active in taken or active.phase is VOID:
+        if active.step == self._num_steps or active.phase is VOID:
             self._refuse(active)
-        taken.add(active)
+        active.step = self._num_steps
         if active.phase is WAITING:
             requests.matcher.settle(active)
         num_before = request.num_tokens
