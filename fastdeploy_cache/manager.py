@@ -11,7 +11,7 @@ from fastdeploy_cache.books.tokens import TokenIds
 from fastdeploy_cache.books.transfer import wait_done
 from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.config.cache import CacheConfig
-from fastdeploy_cache.errors import CacheError, RequestError
+from fastdeploy_cache.errors import CacheError, ConfigError, RequestError
 from fastdeploy_cache.insight.control.control import Control
 from fastdeploy_cache.insight.insight import Insight
 from fastdeploy_cache.insight.recorder import Recorder
@@ -54,6 +54,7 @@ class PrefixCacheManager:
         ranks: KV arrays and the processes that serve them.
         life: pause, sleep, wake, changes of weights.
         insight: what an operator looks at. control: what an operator does, and the socket for both.
+        metrics: a collector for a Prometheus registry.
     """
 
     def __init__(
@@ -75,16 +76,16 @@ class PrefixCacheManager:
 
         Raises:
             RankStartError, DeviceError: a rank did not start within its deadline, or its device cannot be here.
-            StorageRefusedError, PeerRefusedError: the storage's, or the link's, settings are wrong.
+            StorageRefusedError, PeerRefusedError, ConfigError: settings of these are wrong, or `policy` is none.
             NotEnoughMemoryError: the pools do not fit; nothing was taken.
         """
         self.config = config
         clock = clock if isinstance(clock, Clock) else Clock(clock)
+        _check_policy(policy)
         client = client if client is not None else new_client(config, clock)  # first: it refuses what does not fit
         self._recorder = Recorder(config, clock.age)
         self.metrics = self._recorder.metrics
-        self._books = books = new_books(config, policy, clock)
-        # each room listens to changes from here on, in this order
+        self._books = books = new_books(config, policy, clock)  # each room listens to changes, in this order
         self._movement = movement = Movement(config, books, client)
         self.storage = storage = StorageAccess(config, books, movement)
         self._requests = requests = Requests(config, books, movement, storage, Accounts(config, self.metrics, clock))
@@ -375,3 +376,11 @@ class PrefixCacheManager:
             self._books.check_open()
         pages = self._seen.start_page(self.insight, lambda: self.life.status.value)
         return self._recorder.serve(host, port, also, pages, allow_hosts)
+
+
+def _check_policy(policy: EvictionPolicy | None) -> None:
+    """Raise `ConfigError` where something is given that is none."""
+    for name in vars(EvictionPolicy) if policy is not None else ():
+        if not name.startswith("_") and not callable(getattr(policy, name, None)):
+            what = "give an object with all calls of `EvictionPolicy`, or set eviction_policy to a name"
+            raise ConfigError(f"policy is {policy!r}, which has no call {name!r}; {what}")

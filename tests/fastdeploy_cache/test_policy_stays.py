@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 
+import pytest
+
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.books.run import Run, Tier
+from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.policies.reuse import Reuse
 
 
@@ -72,3 +75,35 @@ def test_a_policy_by_the_words_of_the_protocol_stays() -> None:
             cache.check_invariants()
         assert cache._books.tree.policy.chosen is own
         assert cache.stats().gpu.num_evicted > 50
+
+
+class _Wrong(_OwnPolicy):
+    """Names what is no leaf."""
+
+    def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:
+        return "a run", num_blocks  # type: ignore[return-value]
+
+    def coldest(self, tier: Tier) -> Generator[Run]:  # type: ignore[empty-body]
+        """An empty method, as of a class that has only the others."""
+
+
+def test_what_a_policy_names_wrongly_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """With what it was, and a traceback; `lru` takes over. Calling nothing cold is no fault."""
+    config = CacheConfig(block_size=4, num_gpu_blocks=4, transfer_client="inline")
+    with PrefixCacheManager(config, policy=_Wrong()) as cache:
+        assert list(cache._books.tree.policy.coldest(Tier.GPU)) == []
+        assert cache._books.tree.policy.name == "_Wrong"
+        for number in range(5):
+            request = Request(request_id=str(number), prompt_token_ids=[number] * 4)
+            cache.blocks.insert(request, cache.blocks.allocate(1))
+        assert cache._books.tree.policy.name == "lru"
+    (record,) = [each for each in caplog.records if "step_failed" in each.getMessage()]
+    assert record.exc_info is not None and "victim is ('a run', 1)" in str(record.exc_info[1])
+
+
+@pytest.mark.parametrize("policy", ["lru", object()])
+def test_what_is_no_policy_is_refused(policy: object) -> None:
+    """By the name of the first call that it lacks; nothing is left of the cache."""
+    config = CacheConfig(block_size=4, num_gpu_blocks=4, transfer_client="inline")
+    with pytest.raises(ConfigError, match=r"policy is .* which has no call '\w+'; give an object .* eviction_policy"):
+        PrefixCacheManager(config, policy=policy)  # type: ignore[arg-type]

@@ -97,13 +97,13 @@ class GuardedPolicy:
             named = self._victim(tier, num_blocks)
             if self._names_leaves:
                 return named
+            if type(named) is tuple and len(named) == 2:
+                run, at_most = named
+                if type(run) is Run and type(at_most) is int and at_most > 0 and self._is_leaf(run, tier):
+                    return run, at_most
+            raise TypeError(f"the eviction policy's victim is {named!r}; name a leaf of the tier, and 1 block or more")
         except Exception:  # as above
             return self.replace().victim(tier, num_blocks)
-        if type(named) is tuple and len(named) == 2:
-            run, at_most = named
-            if type(run) is Run and type(at_most) is int and at_most > 0 and self._is_leaf(run, tier):
-                return run, at_most
-        return self.replace().victim(tier, num_blocks)
 
     def coldest(self, tier: Tier) -> Generator[Run]:
         """See `EvictionPolicy.coldest`."""
@@ -111,6 +111,8 @@ class GuardedPolicy:
             yield from self._moving.walk(tier)
         runs = self._coldest(tier)
         try:
+            if runs is None:  # an empty method: it calls nothing cold
+                return
             for run in runs:
                 if type(run) is not Run:
                     raise TypeError(f"the eviction policy calls {run!r} the coldest run")
@@ -118,7 +120,8 @@ class GuardedPolicy:
         except Exception:
             self.replace()
         finally:
-            runs.close()
+            if runs is not None:
+                runs.close()
 
     def follow_with(self, chosen: LeastRecentlyUsed) -> None:
         """Let another policy decide from now on. What is a leaf already stays in the order that it has, and goes first,
