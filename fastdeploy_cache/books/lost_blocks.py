@@ -150,19 +150,24 @@ class LostBlocks:
         try:
             marks = pieces[0] if len(pieces) == 1 else b"".join(reversed(pieces))
             key = place_key(tail.root, block, tail.head, len(tail.head) - size, size) ^ tail.extra
-            self._put(tail.root, block, key, marks, kind=tail.kind, at=tail.at)
+            self._put(tail.root, block, key, marks, kind=tail.kind, at=tail.at, has_images=tail.has_images)
         except MemoryError:
             self.num_forgotten += sum(map(len, pieces)) // MARK_BYTES
 
-    def note_output(self, root: bytes | bytearray, block: int, key: int, marks: bytes) -> None:
+    def note_output(
+        self, root: bytes | bytearray, block: int, key: int, marks: bytes, *, has_images: bool = False
+    ) -> None:
         """Blocks from this place on, whose key is given, were computed and are kept out of the cache."""
         if self.is_on:
-            self._put(root, block, key, marks, kind=Loss.OUTPUT, at=self._now())
+            self._put(root, block, key, marks, kind=Loss.OUTPUT, at=self._now(), has_images=has_images)
 
-    def _put(self, root: bytes | bytearray, block: int, key: int, marks: bytes, *, kind: Loss, at: float) -> None:
+    def _put(
+        self, root: bytes | bytearray, block: int, key: int, marks: bytes, *, kind: Loss, at: float, has_images: bool
+    ) -> None:
         older = self.get(key)
-        if older is not None and (num_same := num_equal(older[0], marks)):
-            self.fork(root, block, older, num_same)  # what went on in another way, or further
+        # Which images stand in front of the place where the two part is not known here any more.
+        if older is not None and not has_images and (num_same := num_equal(older[0], marks)):
+            self.fork(root, block, older, num_same, 0)  # what went on in another way, or further
         self._add(key, marks, int(kind), at)  # with an enumeration the collector would look at it
 
     def _add(self, key: int, marks: bytes, kind: int, at: float) -> None:
@@ -197,13 +202,14 @@ class LostBlocks:
     # A prompt that goes another way in the midst of lost blocks, or ends there, will be cached up to there. The rest is
     # to be found behind that place, by what is in front of it alone: its first block is not here to make a key of.
 
-    def fork(self, root: bytes | bytearray, block: int, lost: Lost, num_same: int) -> None:
-        """Note that others stand behind the first `num_same` of some blocks that were lost from `block` on."""
+    def fork(self, root: bytes | bytearray, block: int, lost: Lost, num_same: int, extra: int) -> None:
+        """Note that others stand behind the first `num_same` of some blocks that were lost from `block` on. `extra`: of
+        all images in front of those others; 0: there are none."""
         border = num_same * MARK_BYTES
         marks, rest = lost[0], lost[0][border:]
         if not rest:
             return
-        key = word_of(root, block + num_same, marks[border - MARK_BYTES : border])
+        key = word_of(root, block + num_same, extra, marks[border - MARK_BYTES : border])
         known = [each for each in self._forks.pop(key, ()) if each[0] != rest]
         self._forks[key] = (*known[-_MAX_WAYS + 1 :], (rest, *lost[1:]))
         if len(self._forks) > _MAX_FORKS:
@@ -215,9 +221,9 @@ class LostBlocks:
         """Whether `fork` has noted anything."""
         return bool(self._forks)
 
-    def forked(self, root: bytes | bytearray, block: int, mark_before: bytes) -> tuple[Lost, ...]:
+    def forked(self, root: bytes | bytearray, block: int, extra: int, mark_before: bytes) -> tuple[Lost, ...]:
         """What `fork` has noted of this place, behind a block with this mark; the newest last."""
-        return self._forks.get(word_of(root, block, mark_before), ())
+        return self._forks.get(word_of(root, block, extra, mark_before), ())
 
 
 def _window(run: Run, end: int) -> bytes:

@@ -18,6 +18,7 @@ from fastdeploy_cache.books.block_marks import (
 )
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.causes import OTHER_WEIGHTS, Cause
+from fastdeploy_cache.books.lost_blocks import Lost
 from fastdeploy_cache.books.mishaps import contained
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.books.taps import Loss
@@ -57,7 +58,8 @@ class Misses:
                 lost.look_at(num_found)
                 is_known = lost.get(key) is not None or key in computing.by_key
                 if lost.has_forks and not is_known:
-                    is_known = bool(lost.forked(name, num_found, self._mark_before(active, num_found)))
+                    extra = _extra_of(keys, num_found)
+                    is_known = bool(lost.forked(name, num_found, extra, self._mark_before(active, num_found)))
                 if is_known or len(roots) != (root is not None) or keys.extras is not None:
                     active.trail.misses = self._parts(active, path, num_found, name)
                     computing.begin(active, key)
@@ -85,7 +87,8 @@ class Misses:
             root = self._tree.roots.get(active.request.namespace)
             name = root.hashes if root is not None else root_hash(active.request.namespace, self._tree.block_size)
             key = self._key(name, active.keys, first)
-            self._lost.note_output(name, first, key, self._marks(active, first, end))
+            has_images = active.keys.extras is not None
+            self._lost.note_output(name, first, key, self._marks(active, first, end), has_images=has_images)
 
     def _key(self, root: bytes | bytearray, keys: BlockKeys, block: int) -> int:
         size, extras = self._size, keys.extras
@@ -96,7 +99,7 @@ class Misses:
         tokens, at = keys.buffer(first, start + size)
         key = place_key(root, block, tokens, at + start - first, size)
         if extras is not None:  # other images in front are another place
-            key ^= word_of(*[extra for place, extra in sorted(extras.items()) if place <= block])
+            key ^= _extra_of(keys, block + 1)
         return key
 
     def _marks(self, active: ActiveRequest, first: int, end: int) -> bytes:
@@ -158,7 +161,9 @@ class Misses:
         memory = self._lost
         memory.look_at(block)
         direct, best = memory.get(key), None
-        ways = memory.forked(root, block, self._mark_before(active, block)) if memory.has_forks else ()
+        ways: tuple[Lost, ...] = ()
+        if memory.has_forks:
+            ways = memory.forked(root, block, _extra_of(active.keys, block), self._mark_before(active, block))
         if direct is None and not ways:
             return None
         ways = ways if direct is None else (*ways, direct)
@@ -169,7 +174,7 @@ class Misses:
             if num_lost and (best is None or num_lost >= best[1]):
                 best = (_BY_LOSS[lost[1]], num_lost, Loss(lost[1]), lost[2], "")
             if num_lost and num_lost * MARK_BYTES < len(lost[0]):
-                memory.fork(root, block, lost, num_lost)
+                memory.fork(root, block, lost, num_lost, _extra_of(active.keys, block + num_lost))
         return best
 
     def _lost_over(
@@ -207,6 +212,11 @@ class Misses:
             children = list(islice(at.children.values(), _MAX_LOOKED)) if position < end else []
             at, offset = next((child for child in children if child.tokens.startswith(tokens)), None), 0
         return position - block
+
+
+def _extra_of(keys: BlockKeys, num_blocks: int) -> int:
+    """A hash of what the first so many blocks of a prompt have beside their tokens; 0: nothing."""
+    return word_of(*[extra for place, extra in sorted((keys.extras or {}).items()) if place < num_blocks])
 
 
 def _add(parts: list[MissedBlocks], cause: Cause, num_blocks: int, kind: Loss | None, at: float) -> None:

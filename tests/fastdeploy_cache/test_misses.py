@@ -377,23 +377,3 @@ def test_what_was_cached_is_seldom_called_new(pools: tuple[int, int]) -> None:
     found = [walk(seed, *pools) for seed in range(40)]
     num_known, num_wrong = (sum(numbers) for numbers in zip(*found, strict=True))
     assert num_known > 400 and num_wrong <= num_known / 100, (num_known, num_wrong)
-
-
-def test_text_in_front_of_an_image_is_the_same_text() -> None:
-    """An image further on changes no place in front of it: not where another image came before, not where no image did,
-    and not while the text is still being computed."""
-    image = [(70, 4, b"one")]
-    asker = Asker(num_gpu=24)
-    asker.serve(A[:82], images=image)
-    asker.serve(B[:82])
-    assert (
-        asker.serve(A[:82], images=[(70, 4, b"two")])[Cause.EVICTED] == 56
-    )  # up to the image; the first three are still there
-    asker = Asker(num_gpu=24)
-    asker.serve(A[:42])
-    asker.serve(B[:90])
-    assert asker.serve(A[:82], images=image)[Cause.EVICTED] == 36
-    asker = Asker(num_gpu=60)
-    asker.match(A[:42])
-    request, match = asker.match(A[:82], images=image)
-    assert asker.admit(request, match)[Cause.UNCOMMITTED] == 40

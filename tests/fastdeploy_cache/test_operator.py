@@ -14,7 +14,7 @@ from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import ClosedError, ConfigError, ControlError, IPCError, RequestError
 from fastdeploy_cache.insight.control.client import ask, look
 from fastdeploy_cache.insight.looks import pieces
-from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Alarm
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.policies.whole_runs import whole_runs
 from tests.rigs.asker import Asker
@@ -156,6 +156,35 @@ def test_names_last_while_runs_part_and_join(asker: Asker, between: list[Callabl
     between.append(lambda: asker.serve([*HOT[:4], 7, 7, 7, 7]))
     assert asker.cache.control.pin(hot.name, 1000).num_tokens == 8
     asker.cache.check_invariants()
+
+
+def test_where_no_thread_can_be_started_nothing_is_pinned(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pin ends by a thread; one that has none for the pins behind it goes on by itself, and all of them end."""
+    control, (hot,), call_at = asker.cache.control, asker.cache.insight.top(), SYSTEM_CLOCK.call_at
+    alarms: list[Callable[[], object]] = []
+
+    def refuse(when: float, call: Callable[[], object]) -> Alarm:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(SYSTEM_CLOCK, "call_at", refuse)
+    with pytest.raises(ControlError, match=r"nothing was pinned.*can't start new thread"):
+        control.pin(hot.name, 1000)
+    assert control.pins() == [] and asker.cache.stats().gpu.num_protected == 0
+
+    def keep(when: float, call: Callable[[], object]) -> Alarm:
+        alarms.append(call)
+        return call_at(when + 1e6, call)
+
+    monkeypatch.setattr(SYSTEM_CLOCK, "call_at", keep)
+    control.pin(hot.name, 1000)
+    monkeypatch.setattr(SYSTEM_CLOCK, "call_at", refuse)
+    with pytest.raises(ControlError):
+        control.pin(hot.name, 2000)
+    assert 900 < control.pins()[0].seconds_left <= 1000
+    began = SYSTEM_CLOCK.now()
+    monkeypatch.setattr(SYSTEM_CLOCK, "sleep", lambda _: monkeypatch.setattr(SYSTEM_CLOCK, "now", lambda: began + 3000))
+    alarms[0]()
+    assert control.pins() == [] and asker.cache.stats().gpu.num_protected == 0
 
 
 def test_a_closed_cache_pins_nothing(asker: Asker) -> None:

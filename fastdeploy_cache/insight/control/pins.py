@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ logger = event_log(__name__)
 MAX_PINS = 64
 MAX_PIN_SECONDS = 7 * 86400.0
 NAME_DIGITS = 16
-_JOIN_SECONDS = 5.0
+_JOIN_SECONDS, _AGAIN_SECONDS = 5.0, 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,8 @@ class Pins:
             num_blocks = held.prefix.num_blocks if held is not None else 0
             if held is not None:
                 self._books.unpin_prefix(held.prefix)
-                self._arm()
+                with contextlib.suppress(RuntimeError):  # the alarm from before comes too early, and looks again
+                    self._arm()
         if held is None:
             raise ControlError(f"there is no pin {name!r}; `pins` shows those there are")
         return num_blocks
@@ -141,8 +143,14 @@ class Pins:
         if known is None:
             self._check_room(num_blocks)
             known = self._held[name] = _Held(self._books.pin_prefix(path, num_blocks), 0.0)
-        known.ends_at = self._books.clock.now() + seconds
-        self._arm()
+        before, known.ends_at = known.ends_at, self._books.clock.now() + seconds
+        try:
+            self._arm()
+        except RuntimeError as error:
+            known.ends_at = before
+            if not before:
+                self._books.unpin_prefix(self._held.pop(name).prefix)
+            raise ControlError(f"nothing was pinned: a pin ends by a thread of its own, and {error}") from error
         logger.info("event=pinned name=%s blocks=%d seconds=%g", name, num_blocks, seconds)
         return self._view(name, known)
 
@@ -167,13 +175,14 @@ class Pins:
         )
 
     def _arm(self) -> None:
-        """Be called when the next pin ends."""
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+        """Be called when the next pin ends. Raises `RuntimeError`, and changes nothing, where no thread can be started."""
+        before, alarm = self._alarm, None
         if self._held:
             ends_at = min([held.ends_at for held in self._held.values()])
-            self._alarm = self._books.clock.call_at(ends_at, self._end_some)
+            alarm = self._books.clock.call_at(ends_at, self._end_some)
+        self._alarm = alarm
+        if before is not None:
+            before.cancel()
 
     def _end_all(self, _: object) -> None:
         """What was cached is forgotten: what is pinned would only keep its blocks from being used again."""
@@ -185,16 +194,23 @@ class Pins:
     # -- a thread of the clock's
 
     def _end_some(self) -> None:
+        while not self._end_those_due():
+            self._books.clock.sleep(_AGAIN_SECONDS)
+
+    def _end_those_due(self) -> bool:
+        """End them, and be called when the next one ends; False where no other thread can be started for that."""
         with self._books:
             if self._books.is_closed:
-                return
-            now = self._books.clock.now()
+                return True
+            self._alarm, now = None, self._books.clock.now()
             for name, held in list(self._held.items()):
                 if held.ends_at <= now or held.prefix.pin is None:
                     self._books.unpin_prefix(held.prefix)
                     del self._held[name]
                     logger.info("event=pin_ended name=%s", name)
-            self._arm()
+            with contextlib.suppress(RuntimeError):
+                self._arm()
+            return self._alarm is not None or not self._held
 
 
 def _name_bytes(name: str) -> bytes:

@@ -263,11 +263,12 @@ class FlightKeeper:
     def _write_on(self, record: GrowingFile) -> None:
         try:
             with self._books:
-                parts = self.recorder.parts(self._known)
-                if self.recorder.is_full:  # no request comes: else the oldest notes would go unseen
+                parts, has_gap = self.recorder.parts(self._known), self.recorder.is_full
+                if self.recorder.is_half_full:  # no request comes: else the oldest notes would go unseen
                     self.recorder.roll()
         except LifeCycleError:
             return
+        gone = parts.pop() if has_gap else None  # its oldest notes may be: what is left would be behind a gap
         if parts and parts[0].serial != self._known[0]:  # it was dropped before all of it was seen
             self._num_lost += parts[0].serial - self._known[0]
         for part in parts:
@@ -278,6 +279,9 @@ class FlightKeeper:
                 if not self._is_failing:
                     logger.warning("event=flight_record_stopped error=%r", reason_of(error))
                 self._is_failing = True
+        if gone is not None:
+            self._known = gone.serial, sys.maxsize
+            self._num_lost += 1
 
     def _write_part(self, record: GrowingFile, part: RingPart) -> None:
         serial, num_known = self._known

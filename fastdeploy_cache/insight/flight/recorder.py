@@ -230,6 +230,11 @@ class FlightRecorder:
         return len(self._notes) == self._most_notes
 
     @property
+    def is_half_full(self) -> bool:
+        """Whether it is time for another part, although no request comes."""
+        return 2 * len(self._notes) >= self._most_notes
+
+    @property
     def num_dropped(self) -> int:
         """How many parts have lost notes, or all of them, to newer ones."""
         return self._num_dropped + self.is_full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
 from collections.abc import Callable
@@ -10,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_cache import CacheConfig, PrefixCacheManager
+from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.config.insight import InsightConfig
-from fastdeploy_cache.errors import RecordingError
+from fastdeploy_cache.errors import OutOfBlocksError, RecordingError
 from fastdeploy_cache.insight.flight.file import MAGIC, is_recording, read_recording
 from fastdeploy_cache.insight.flight.files import FlightFolder
 from fastdeploy_cache.insight.flight.records import RecordKind
@@ -220,3 +221,39 @@ def test_a_folder_that_cannot_be_made_is_a_line_of_the_log(tmp_path: Path, caplo
     with caplog.at_level(logging.WARNING):
         cache.close()
     assert [record.message for record in caplog.records if "flight_not_written" in record.message]
+
+
+def test_more_than_a_part_holds_between_two_looks_is_counted(tmp_path: Path) -> None:
+    """An engine that asks again and again while no request comes: no file has a gap, and the one behind it says that
+    there was more."""
+    config = CacheConfig(
+        block_size=4,
+        num_gpu_blocks=8,
+        transfer_client="inline",
+        insight=InsightConfig(record_folder=str(tmp_path), flight_recorder_bytes=2**16, what_if=False),
+    )
+    with PrefixCacheManager(config) as cache:
+        flight = cache._seen.flight
+        assert flight is not None
+
+        def matched(name: str, base: int) -> Request:
+            request = Request(request_id=name, prompt_token_ids=list(range(base, base + 32)))
+            cache.match(request)
+            return request
+
+        first, second = matched("first", 0), matched("second", 1000)
+        cache.allocate(first, 8)
+        flight.flush()
+        for _ in range(5000):
+            with contextlib.suppress(OutOfBlocksError):
+                cache.allocate(second, 8)
+        flight.flush()
+        cache.release(first)
+        cache.release(second)
+        for number in range(3):
+            cache.release(matched(str(number), 2000 + 100 * number))
+    recordings = [read_recording(path) for path in sorted(tmp_path.iterdir())]
+    assert len(recordings) == 2
+    kinds = [[record["kind"].name for record in recording.records()] for recording in recordings]
+    assert kinds[0].count("MATCHED") == 2 and "RELEASED" not in kinds[0]
+    assert recordings[1].header["num_lost_parts"] >= 1
