@@ -175,7 +175,7 @@ class Pins:
         )
 
     def _arm(self) -> None:
-        """Be called when the next pin ends. Raises `RuntimeError`, and changes nothing, where no thread can be started."""
+        """Be called when the next pin ends. Raises `RuntimeError`, with nothing changed, where no thread can start."""
         before, alarm = self._alarm, None
         if self._held:
             ends_at = min([held.ends_at for held in self._held.values()])
