@@ -86,12 +86,15 @@ class ManualClock(Clock):
     def advance(self, seconds: float) -> None:
         """Move it; calls that are due meanwhile are made at their time, one after the other."""
         end = self._seconds + seconds
-        while self._alarms and self._alarms[0].when <= end:
-            alarm = heapq.heappop(self._alarms)
+        while (alarm := self._next_before(end)) is not None:
             self._move_to(max(self._seconds, alarm.when))
             if not alarm.is_cancelled:
                 alarm.call()
         self._move_to(end)
+
+    def _next_before(self, end: float) -> ManualAlarm | None:
+        with self.moved:
+            return heapq.heappop(self._alarms) if self._alarms and self._alarms[0].when <= end else None
 
     def _sleep(self, seconds: float) -> None:
         self.wait_until(lambda: False, seconds)
@@ -128,7 +131,8 @@ class ManualClock(Clock):
 
     def call_at(self, when: float, call: Callable[[], object]) -> ManualAlarm:
         alarm = ManualAlarm(when, next(self._numbers), call)
-        heapq.heappush(self._alarms, alarm)
+        with self.moved:  # a comparison of two alarms is Python, in which another thread may come between
+            heapq.heappush(self._alarms, alarm)
         return alarm
 
     def poll(self, poller: Any, seconds: float) -> list[tuple[Any, int]]:
