@@ -16,19 +16,18 @@ ROOT = Path(__file__).parent.parent.parent
 def test_the_same_seed_decides_the_same_in_every_process() -> None:
     """Ids, evictions and records of some walks, with two values of PYTHONHASHSEED: Python's own hash of a string or of
     bytes follows it, and so would all that is walked in the order of such hashes."""
-    found = []
-    for hash_seed in ("1", "2"):
-        environment = os.environ | {"PYTHONHASHSEED": hash_seed}
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.rigs.determined_program"],
+    command = [sys.executable, "-m", "tests.rigs.determined_program"]
+    processes = [
+        subprocess.Popen(
+            command,
             cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         )
-        assert done.returncode == 0, done.stderr
-        found.append(done.stdout.splitlines())
+        for seed in ("1", "2")
+    ]
+    found = [process.communicate(timeout=120)[0].splitlines() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
     assert len(found[0]) == 9 and len(set(found[0])) == 9
     assert found[0] == found[1]

@@ -19,11 +19,11 @@ def main() -> int:
             walk = FlightWalk(7, 4, 24, 24, is_inline=is_inline, policy=policy)
             walk.run(1500)
             print(policy, is_inline, digest_of(walk))
-    walk = FlightWalk(7, 4, 12_000, 12_000, is_inline=True, policy="lru")
-    for number in range(6000):  # prompts of their own: the children of a root are too many for one dictionary
+    walk = FlightWalk(7, 4, 6_000, 6_000, is_inline=True, policy="lru")
+    for number in range(3000):  # prompts of their own: the children of a root are too many for one dictionary
         walk.model.serve([number, 1, 2, 3, number], stays=False, patient=True)
     walk.model.cache.reset()
-    for number in range(6000):
+    for number in range(3000):
         walk.model.serve([number, 3, 2, 1, number], stays=False, patient=True)
     print("many", digest_of(walk))
     return 0
