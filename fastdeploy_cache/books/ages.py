@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from fastdeploy_cache.books.run import GPU, TIERS, Run, Tier, Usage
 from fastdeploy_cache.books.taps import Loss
-from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.metrics.histogram import AGE_SECONDS, Histogram
 
 
@@ -21,7 +20,7 @@ class Ages:
         reuse_gaps: seconds since the last run that a request hit was last used. What lies above was used since then.
     """
 
-    def __init__(self, clock: Callable[[], float] = SYSTEM_CLOCK.now) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.residency, self.idle = ([Histogram(AGE_SECONDS) for _ in TIERS] for _ in range(2))
         self.reuse_gaps = Histogram(AGE_SECONDS)
         self.num_evicted = ([0, 0], [0, 0])

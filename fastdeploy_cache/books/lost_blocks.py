@@ -16,7 +16,7 @@ from fastdeploy_cache.books.block_marks import (
 )
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.books.taps import Loss
-from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
+from fastdeploy_cache.ipc.clock import Clock
 
 _ENTRY_BYTES = 320  # of a loss without its marks: the key, the tuple, the time, a place in the dictionary
 _NUM_PARTS = 8  # of the memory: the oldest part is forgotten at once
@@ -71,7 +71,7 @@ class LostBlocks:
     what was lost from a place on calls `look_at` first.
     """
 
-    def __init__(self, max_bytes: int, block_bytes: int, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, max_bytes: int, block_bytes: int, clock: Clock) -> None:
         """`max_bytes` 0: it remembers nothing. `block_bytes`: of the packed tokens of a block."""
         self.is_on, self._now = max_bytes > 0, clock.now
         self._part_bytes, self._block_bytes = max_bytes // _NUM_PARTS, block_bytes
@@ -154,9 +154,7 @@ class LostBlocks:
         except MemoryError:
             self.num_forgotten += sum(map(len, pieces)) // MARK_BYTES
 
-    def note_output(
-        self, root: bytes | bytearray, block: int, key: int, marks: bytes, *, has_images: bool = False
-    ) -> None:
+    def note_output(self, root: bytes | bytearray, block: int, key: int, marks: bytes, *, has_images: bool) -> None:
         """Blocks from this place on, whose key is given, were computed and are kept out of the cache."""
         if self.is_on:
             self._put(root, block, key, marks, kind=Loss.OUTPUT, at=self._now(), has_images=has_images)

@@ -129,7 +129,7 @@ class Residency:
                 parent.num_gpu_children += change
             if not parent.num_children_in(tier):
                 self.offer(parent, tier)
-            elif change > 0 and self.is_queued(parent, tier):
+            elif change > 0 and self._is_queued(parent, tier):
                 self.policy.pull(parent, tier)
 
     def offer(self, run: Run, tier: Tier) -> None:
@@ -141,10 +141,10 @@ class Residency:
         """A run is gone: it takes part in no tier's eviction any more."""
         if run.epoch == self.epoch:
             for tier in TIERS:
-                if self.is_queued(run, tier):
+                if self._is_queued(run, tier):
                     self.policy.pull(run, tier)
 
-    def is_queued(self, run: Run, tier: Tier) -> bool:
+    def _is_queued(self, run: Run, tier: Tier) -> bool:
         """Whether the policy may count the run among the leaves of a tier."""
         return (run.queued_cpu if tier else run.queued_gpu) is not None or not self.policy.has_marks
 
@@ -188,7 +188,7 @@ class Residency:
             if run.cpu:
                 self.offer(run, CPU)
 
-    # -- eviction
+    # -- what goes
 
     def unlink(self, run: Run, parent: Run) -> None:
         """Take a run out of the tree, of which nothing is in any tier."""

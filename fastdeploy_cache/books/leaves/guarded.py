@@ -10,7 +10,7 @@ from fastdeploy_cache.books.leaves.moving_leaves import MovingLeaves
 from fastdeploy_cache.books.leaves.policy import EvictionPolicy, LeastRecentlyUsed, Split
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.run import TIERS, Run, Tier
-from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
+from fastdeploy_cache.ipc.clock import Clock
 
 _TOLD = ("use", "touch", "grow", "shrink", "push", "pull")  # and asked for nothing
 _PASSED_ON = (*_TOLD, "is_colder", "alike", "clear", "coldest")
@@ -34,7 +34,7 @@ class GuardedPolicy:
     alike: Callable[..., bool]
 
     def __init__(
-        self, chosen: EvictionPolicy, mishaps: Mishaps, runs: Callable[[], Iterable[Run]], clock: Clock = SYSTEM_CLOCK
+        self, chosen: EvictionPolicy, mishaps: Mishaps, runs: Callable[[], Iterable[Run]], clock: Clock
     ) -> None:
         """`runs` gives every run there is."""
         self._mishaps, self._runs, self._now = mishaps, runs, clock.now
