@@ -15,6 +15,7 @@ PACKAGES = [
     *(f"fastdeploy_cache.{name}" for name in find_packages(include=LINKED)),
 ]
 
+NATIVE = ["fastdeploy_cache/_native.c", "fastdeploy_cache/books/id_table.c"]
 HERE = Path(__file__).parent
 VERSION = re.findall(r'^__version__ = "(.+)"', (HERE / "fastdeploy_cache/__init__.py").read_text(), re.MULTILINE)[0]
 # its links are relative to the repository, so they lead nowhere on other pages: only their texts stay
@@ -61,7 +62,7 @@ setup(
         "fastdeploy_cache.launch.background": ["deploy/*", "deploy/*/*/*", "deploy/*/*/*/*"],
     },
     # never needed: without a compiler or Python's headers the same is done in Python
-    ext_modules=[Extension("fastdeploy_cache._native", ["fastdeploy_cache/_native.c"], optional=True)],
+    ext_modules=[Extension("fastdeploy_cache._native", NATIVE, optional=True)],
     install_requires=[
         "numpy>=1.26",
         "pyzmq>=26",

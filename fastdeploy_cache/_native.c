@@ -1,5 +1,5 @@
 /* The fast halves of fastdeploy_cache/books/tokens.py, a list of token ids as packed little-endian int32, and of
- * fastdeploy_cache/books/block_marks.py, short marks of packed blocks.
+ * fastdeploy_cache/books/block_marks.py, short marks of packed blocks. That of id_table.py has a file of its own.
  *
  * Never needed: where it was not built, Python does the same. Packing takes lists and tuples of plain integers only,
  * and answers None for all else, so that one place alone decides what is accepted and words the errors.
@@ -194,11 +194,19 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+int add_id_table(PyObject *module); /* books/id_table.c */
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, add_id_table},
+    {0, NULL},
+};
+
 static struct PyModuleDef native = {
     .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "fastdeploy_cache._native",
     .m_size = 0,
     .m_methods = methods,
+    .m_slots = slots,
 };
 
 PyMODINIT_FUNC PyInit__native(void)

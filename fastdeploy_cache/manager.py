@@ -177,12 +177,12 @@ class PrefixCacheManager:
         """
         if type(num_blocks) is not int:
             num_blocks = whole_number(num_blocks, "num_blocks")
-        take = functools.partial(self._allocate, request, num_blocks, ahead_of_loads)
         if wait_seconds != 0:
             seconds = seconds_to_wait("allocate", wait_seconds)
+            take = functools.partial(self._allocate, request, num_blocks, ahead_of_loads)
             return self._requests.wait_for_blocks(request, num_blocks, take, seconds)
         with self._books:
-            return take()
+            return self._allocate(request, num_blocks, ahead_of_loads)
 
     def _allocate(self, request: Request, num_blocks: int, ahead_of_loads: bool) -> list[int]:
         active = self._requests.active(request)
@@ -229,7 +229,8 @@ class PrefixCacheManager:
             if active.phase is WAITING:
                 requests.matcher.settle(active)
             num_held = len(active.block_ids) * self.config.block_size
-            if not active.num_computed_tokens <= num_computed_tokens <= min(request.num_tokens, num_held):
+            is_more = active.num_computed_tokens <= num_computed_tokens <= num_held
+            if not is_more or num_computed_tokens > request.num_tokens:
                 active.refuse_commit(num_computed_tokens, num_held)
             requests.commit(active, num_computed_tokens, self._books.clock.now())
 

@@ -104,7 +104,7 @@ install() {
     local extras="$1" extra wanted missing="" model="" size=""
     case ",$extras," in *,demo,*) model=1 ;; esac # and PaddlePaddle, which runs it
     make_venv "$model"
-    wanted="$ROOT $("$PYTHON" --version) $(cat "$ROOT/setup.py" "$ROOT/fastdeploy_cache/_native.c" | cksum)"
+    wanted="$ROOT $("$PYTHON" --version) $(cat "$ROOT/setup.py" "$ROOT"/fastdeploy_cache/{_native,books/id_table}.c | cksum)"
     for extra in ${extras//,/ }; do
         [ "$(cat "$VENV/.installed-$extra" 2>/dev/null)" = "$wanted" ] || missing=1
     done

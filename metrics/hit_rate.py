@@ -39,7 +39,8 @@ class HitRateWindow:
         if any(hit_tokens):
             current.num_requests_hit += 1
             for tier, num in enumerate(hit_tokens):
-                current.hit_tokens[tier] += num
+                if num:
+                    current.hit_tokens[tier] += num
 
     def has_requests(self, now: float) -> bool:
         """Whether one came in that time."""

@@ -30,7 +30,8 @@ class RequestCounts:
         if any(hit_tokens):
             self._num_requests_hit += 1
             for tier, num in enumerate(hit_tokens):
-                self._hit_tokens[tier] += num
+                if num:
+                    self._hit_tokens[tier] += num
         self._window.record(now, num_tokens, hit_tokens)
 
     @property

@@ -9,6 +9,8 @@ from fastdeploy_cache.books.run import GPU, TIERS, Run, Tier, Usage
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.metrics.histogram import AGE_SECONDS, Histogram
 
+_STAMP_SECONDS = 0.01  # what happens within so long has the same time, and the same object: a float takes 32 bytes
+
 
 class Ages:
     """A tap: observed for each run and request. A request pays a microsecond for all that is measured. Under the lock.
@@ -24,29 +26,27 @@ class Ages:
         self.residency, self.idle = ([Histogram(AGE_SECONDS) for _ in TIERS] for _ in range(2))
         self.reuse_gaps = Histogram(AGE_SECONDS)
         self.num_evicted = ([0, 0], [0, 0])
-        self._clock = clock
+        self._clock, self._stamp = clock, 0.0
         self._going: Usage | None = None  # of the run that was evicted from last: most are evicted in many steps
         self._going_from = GPU
         self._num_gone, self._age, self._idle = 0, 0.0, 0.0
 
     def began(self, run: Run, tier: Tier, _first: int, _num_blocks: int) -> None:
         """See `Taps`."""
+        now = self._clock()
+        if now - self._stamp < _STAMP_SECONDS:
+            now = self._stamp
+        self._stamp = now
         if tier:
-            run.usage.cpu_since = self._clock()
+            run.usage.cpu_since = now
         else:
-            run.usage.gpu_since = self._clock()
+            run.usage.gpu_since = now
 
     def left(self, run: Run, tier: Tier, first: int, num_blocks: int, why: Loss) -> None:
         """See `Taps`. What is evicted is gathered as long as it is of one run; `count_evicted` counts it."""
         if why > Loss.CPU and why is not Loss.SPARE:
             return
-        num_kept = 0
-        if tier:
-            if why:  # else its copies go with it
-                num_kept = max(0, min(run.num_gpu, first + num_blocks) - first)
-        elif run.cpu and run.cpu_start <= first:
-            num_kept = max(0, min(run.cpu_end, first + num_blocks) - first)
-        usage, evicted = run.usage, self.num_evicted[tier]
+        usage, num_kept = run.usage, 0
         if usage is self._going and tier is self._going_from:
             self._num_gone += num_blocks
         else:
@@ -54,18 +54,25 @@ class Ages:
             now, since = self._clock(), usage.cpu_since if tier else usage.gpu_since
             self._going, self._going_from, self._num_gone = usage, tier, num_blocks
             self._age, self._idle = now - since, now - (usage.used_last or since)
-        evicted[0] += num_kept
+        if tier:
+            if why:  # else its copies go with it
+                num_kept = max(0, min(run.num_gpu, first + num_blocks) - first)
+        elif run.cpu and run.cpu_start <= first:
+            num_kept = max(0, min(run.cpu_end, first + num_blocks) - first)
+        evicted = self.num_evicted[tier]
+        if num_kept:
+            evicted[0] += num_kept
         evicted[1] += num_blocks - num_kept
 
-    def evicted_together(self, gone: Sequence[tuple[Usage, int]]) -> None:
-        """The same for runs that leave the GPU whole, each with its blocks, in one eviction."""
-        now, residency, idle = self._clock(), self.residency[GPU], self.idle[GPU]
+    def evicted_together(self, tier: Tier, gone: Sequence[Usage], num_blocks: Sequence[int]) -> None:
+        """The same for runs that leave a tier whole and are in no other, each with its blocks, in one eviction."""
+        now = self._clock()
         with contextlib.suppress(MemoryError):  # as above
-            for usage, num_blocks in gone:
-                since = usage.gpu_since
-                residency.add(now - since, num_blocks)
-                idle.add(now - (usage.used_last or since), num_blocks)
-                self.num_evicted[GPU][1] += num_blocks
+            since = [usage.cpu_since if tier else usage.gpu_since for usage in gone]
+            self.residency[tier].add_all([now - at for at in since], num_blocks)
+            idle = [now - (usage.used_last or at) for usage, at in zip(gone, since, strict=True)]
+            self.idle[tier].add_all(idle, num_blocks)
+            self.num_evicted[tier][1] += sum(num_blocks)
 
     def count_evicted(self) -> None:
         """Count what has gone of the run that was evicted from last; before anybody reads."""
@@ -80,6 +87,9 @@ class Ages:
     def used(self, path: Sequence[Run]) -> None:
         """A request ends that used these runs."""
         now = self._clock()
+        if now - self._stamp < _STAMP_SECONDS:
+            now = self._stamp
+        self._stamp = now
         for run in path:
             run.usage.used_last = now
 

@@ -42,7 +42,7 @@ def insert_copies(
     run.hashes = hashes[max(0, num_found - first) * HASH_BYTES :]
     run.num_stored = run.num_offered = run.num_blocks if stored else 0
     tree.policy.touch(run.path())  # or it would be the coldest
-    key = tree.key(keys, num_found)
+    key = keys.key(num_found, tree.block_bytes)
     above.add_child(key, run)
     try:
         tree.pools[CPU].hand_over(joined, TASK, RUN)

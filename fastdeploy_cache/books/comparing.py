@@ -13,10 +13,11 @@ def num_common(run: Run, offset: int, keys: BlockKeys, blocks: slice, size: int)
     Cost: a memcmp, and where they part a bisection whose pieces add up to another.
     """
     shift = blocks.start - offset
-    high = min(run.num_blocks, blocks.stop - shift)
+    high: int = min(run.num_blocks, blocks.stop - shift)
     theirs, start = keys.buffer(blocks.start * size, (high + shift) * size)
     with memoryview(run.tokens) as ours:
-        high = _first_difference(ours, (offset, high), theirs, start - offset * size, size)
+        if not theirs.startswith(ours[offset * size : high * size], start):
+            high = _first_difference(ours, (offset, high), theirs, start - offset * size, size)
     if run.extras is not None or keys.extras is not None:
         own, other = run.extras or {}, keys.extras or {}
         high = next((b for b in range(offset, high) if own.get(b) != other.get(b + shift)), high)
@@ -24,14 +25,12 @@ def num_common(run: Run, offset: int, keys: BlockKeys, blocks: slice, size: int)
 
 
 def _first_difference(view: memoryview, blocks: tuple[int, int], theirs: bytes, start: int, size: int) -> int:
-    """The first of these blocks that `theirs`, from byte `start` on, has not; or the end of them."""
+    """The first of these blocks that `theirs`, from byte `start` on, has not; there is one."""
     low, high = blocks
-    if not theirs.startswith(view[low * size : high * size], start + low * size):
-        while high - low > 1:
-            middle = (low + high) // 2
-            if theirs.startswith(view[low * size : middle * size], start + low * size):
-                low = middle
-            else:
-                high = middle
-        return low
-    return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if theirs.startswith(view[low * size : middle * size], start + low * size):
+            low = middle
+        else:
+            high = middle
+    return low

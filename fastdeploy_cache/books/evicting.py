@@ -6,8 +6,10 @@ from array import array
 
 from fastdeploy_cache.books.block_pool import CALLER, RUN
 from fastdeploy_cache.books.residency import Residency
-from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, Run, Tier, Usage
-from fastdeploy_cache.books.taps import Left, Loss
+from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, Run, Tier
+from fastdeploy_cache.books.taps import Loss
+
+_LOSSES = (Loss.GPU, Loss.CPU)  # by Tier: why something is evicted from it
 
 
 def evict(residency: Residency, tier: Tier, num_blocks: int) -> None:
@@ -18,43 +20,82 @@ def evict(residency: Residency, tier: Tier, num_blocks: int) -> None:
     """
     if residency.graves.open:  # what a reset has forgotten goes first
         num_blocks -= residency.graves.free(tier, num_blocks)
-    pool, victim, whole = residency.pools[tier], residency.policy.victim, list[tuple[Usage, int]]()
-    gone, num_gone = array("i"), 0  # of the first ones no run knows any more, also after an interrupt
-    in_parts = tier != 0 or pool.num_read > 0
-    others = residency.taps.left[1:]  # `Ages`, the first, hears of all at once
+    pool, victim, gone = residency.pools[tier], residency.policy.victim, None
+    in_parts = pool.num_read > 0
     try:
         while num_blocks > 0:
             run, at_most = victim(tier, num_blocks)
-            num_gpu = len(run.gpu) // ID_BYTES
-            if in_parts or num_gpu > at_most or run.cpu or run.num_held or run.children:
+            ids = run.cpu if tier else run.gpu
+            if in_parts or (run.gpu if tier else run.cpu) or run.num_held or run.children:
                 num_blocks -= evict_tail(residency, run, tier, at_most)
-            else:  # where they are small they are many: their ids are freed all at once
-                gone.frombytes(run.gpu)
-                whole.append((run.usage, num_gpu))
-                _remove_leaf(residency, run, others)
-                num_blocks, num_gone = num_blocks - num_gpu, num_gone + num_gpu
+            elif len(ids) > at_most * ID_BYTES:
+                _shorten(residency, run, tier, run.num_blocks - at_most)
+                num_blocks -= at_most
+            else:
+                gone = gone or _Gone()
+                num_blocks -= _remove_leaves(residency, tier, [run], gone)
+                while num_blocks > 0 and (runs := residency.policy.small_leaves(tier, num_blocks)):
+                    num_blocks -= _remove_leaves(residency, tier, runs, gone)
+                    residency.policy.drop_small_leaves(tier, len(runs))
     finally:
-        if num_gone:
-            pool.free(gone[:num_gone], RUN)
-            residency.ages.evicted_together(whole)
+        if gone is not None:  # where they are small they are many: their ids are freed all at once
+            pool.free(gone.ids[: gone.num_blocks], RUN)
 
 
-def _remove_leaf(residency: Residency, run: Run, others: tuple[Left, ...]) -> None:
-    """Unlink a leaf that is on the GPU alone, and that the policy has named. Its ids are the caller's to free."""
-    for left in others:
-        left(run, GPU, 0, run.num_blocks, Loss.GPU)
-    parent = run.parent
-    assert parent is not None
-    for ended in residency.taps.ended:
-        ended(run, 0, Loss.GPU)
-    if residency.policy.hears_losses:
-        residency.policy.shrink(run, 0)
-    if not residency.policy.has_marks:
-        residency.policy.pull(run, GPU)
-    run.gpu, parent.num_gpu_children = b"", parent.num_gpu_children - 1
-    if not parent.num_gpu_children:
-        residency.offer(parent, GPU)
-    residency.unlink(run, parent)
+def _shorten(residency: Residency, run: Run, tier: Tier, num_left: int) -> None:
+    """What `evict_tail` does to a leaf that is in this tier alone, of which nothing is read, and which keeps a part."""
+    taps, policy, why, num_gone = residency.taps, residency.policy, _LOSSES[tier], run.num_blocks - num_left
+    residency.pools[tier].free(run.cut_ids(tier, num_left), RUN)
+    for left in taps.left:
+        left(run, tier, num_left, num_gone, why)
+    for ended in taps.ended:
+        ended(run, num_left, why)
+    if policy.hears_losses:
+        policy.shrink(run, num_left)
+    run.cut(num_left, residency.block_bytes)
+
+
+class _Gone:
+    """The ids of runs that went whole. No run knows the first `num_blocks` any more, also after an interrupt."""
+
+    __slots__ = ("ids", "num_blocks")
+
+    def __init__(self) -> None:
+        self.ids, self.num_blocks = array("i"), 0
+
+
+def _remove_leaves(residency: Residency, tier: Tier, runs: list[Run], gone: _Gone) -> int:
+    """Unlink leaves that are in this tier alone, and that the policy has named; returns how many blocks they had. Their
+    ids are the caller's to free."""
+    policy, size, why = residency.policy, residency.block_bytes, _LOSSES[tier]
+    sizes, usages = [run.num_blocks for run in runs], [run.usage for run in runs]
+    for run in runs:  # first of all: it may need memory
+        gone.ids.frombytes(run.cpu if tier else run.gpu)
+    # `Ages`, the first to hear of what leaves, and `LostBlocks`, the first of what ends, hear of all at once
+    all_left, all_ended = residency.taps.left[1:], residency.taps.ended[1:]
+    for run in runs:
+        for left in all_left:
+            left(run, tier, 0, run.num_blocks, why)
+        for ended in all_ended:
+            ended(run, 0, why)
+        if policy.hears_losses:
+            policy.shrink(run, 0)
+        if not policy.has_marks:
+            policy.pull(run, tier)
+    residency.lost.ended_together(runs, why)
+    residency.ages.evicted_together(tier, usages, sizes)
+    for run, num_blocks in zip(runs, sizes, strict=True):
+        parent, key = run.parent, run.tokens
+        assert parent is not None
+        if len(key) != size or run.extras is not None or type(key) is not bytes:
+            key = residency.key(run)
+        has_no_other = parent.remove_leaf(key, tier)
+        run.gpu = run.cpu = b""
+        gone.num_blocks += num_blocks
+        run.forget()
+        if has_no_other:
+            residency.offer(parent, tier)
+    return sum(sizes)
 
 
 def evict_tail(residency: Residency, run: Run, tier: Tier, at_most: int) -> int:

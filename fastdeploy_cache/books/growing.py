@@ -40,7 +40,7 @@ def insert(
     try:
         while position < end:
             if offset == run.num_blocks:
-                child = run.children.get(tree.key(keys, first + position)) if run.children else None
+                child = run.children.get(keys.key(first + position, tree.block_bytes)) if run.children else None
                 if child is None:
                     run = _append(tree, run, keys, first + position, ids[position:] if position else ids)
                     return Insertion(run, run.num_blocks, duplicates, end)
@@ -71,12 +71,12 @@ def _append(tree: PrefixTree, at: Run, keys: BlockKeys, first: int, ids: array[i
     try:
         extend(tree, run, keys, first, ids)
         if run is not at:
-            key = tree.key(keys, first)
+            key = keys.key(first, tree.block_bytes)
             if key == run.tokens:  # a run of one block has these bytes once
                 run.tokens = key
             at.add_child(key, run)
     except BaseException:
-        tree.pools[0].take_back(ids, REQUEST)
+        tree.pools[0].hand_over(ids, RUN, REQUEST)
         raise
     tree.residency.added_ids(run, GPU, len(ids), is_offered=False)
     return run
@@ -122,7 +122,7 @@ def grow(tree: PrefixTree, pin: Pin, keys: BlockKeys, first: int, ids: array[int
     try:
         extend(tree, run, keys, first, ids)
     except BaseException:
-        tree.pools[0].take_back(ids, REQUEST)
+        tree.pools[0].hand_over(ids, RUN, REQUEST)
         raise
     for came in tree.residency.taps.came:
         came(run, GPU, pin.end, len(ids))
@@ -137,5 +137,5 @@ def adopt(tree: PrefixTree, run: Run, ids: array[int], giver: Owner) -> None:
     try:
         tree.residency.add_ids(run, GPU, ids)
     except BaseException:
-        tree.pools[0].take_back(ids, giver)
+        tree.pools[0].hand_over(ids, RUN, giver)
         raise

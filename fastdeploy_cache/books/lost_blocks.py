@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import chain, islice
 
 from fastdeploy_cache.books.block_marks import (
@@ -81,7 +82,7 @@ class LostBlocks:
         self._keys: list[int] = []  # of the newest part
         self._parts = deque([self._keys])  # the newest first
         self._part = self._num_bytes = 0  # the number of the newest part, and what it takes
-        self._forks: dict[int, tuple[Lost, ...]] = {}
+        self.forks: dict[int, tuple[Lost, ...]] = {}  # see `fork`
         self.num_forgotten = 0  # blocks
         self._num_left, self._burst_at = 0, -_BURST_SECONDS
         self._tail = _Tail()
@@ -106,6 +107,16 @@ class LostBlocks:
                 tail.pieces = [b"".join(reversed(pieces))]
         except MemoryError:  # whatever the loss is part of goes on
             self.num_forgotten += run.num_blocks - first_block
+
+    def ended_together(self, runs: Sequence[Run], kind: Loss) -> None:
+        """The same of runs that go whole, in one eviction."""
+        is_full = False
+        for run in runs:
+            is_full = is_full or not (self._num_left or self._tail.run is run or self._refill())
+            if is_full:
+                self.num_forgotten += run.num_blocks
+            else:
+                self.ended(run, 0, kind)
 
     def _note(self, run: Run, first_block: int, kind: Loss, *, is_more: bool) -> None:
         """The same of any run. `is_more`: it is the one that has lost its end before."""
@@ -208,20 +219,15 @@ class LostBlocks:
         if not rest:
             return
         key = word_of(root, block + num_same, extra, marks[border - MARK_BYTES : border])
-        known = [each for each in self._forks.pop(key, ()) if each[0] != rest]
-        self._forks[key] = (*known[-_MAX_WAYS + 1 :], (rest, *lost[1:]))
-        if len(self._forks) > _MAX_FORKS:
-            first = next(iter(self._forks))
-            self.num_forgotten += sum([len(marks) // MARK_BYTES for marks, *_ in self._forks.pop(first)])
-
-    @property
-    def has_forks(self) -> bool:
-        """Whether `fork` has noted anything."""
-        return bool(self._forks)
+        known = [each for each in self.forks.pop(key, ()) if each[0] != rest]
+        self.forks[key] = (*known[-_MAX_WAYS + 1 :], (rest, *lost[1:]))
+        if len(self.forks) > _MAX_FORKS:
+            first = next(iter(self.forks))
+            self.num_forgotten += sum([len(marks) // MARK_BYTES for marks, *_ in self.forks.pop(first)])
 
     def forked(self, root: bytes | bytearray, block: int, extra: int, mark_before: bytes) -> tuple[Lost, ...]:
         """What `fork` has noted of this place, behind a block with this mark; the newest last."""
-        return self._forks.get(word_of(root, block, extra, mark_before), ())
+        return self.forks.get(word_of(root, block, extra, mark_before), ())
 
 
 def _window(run: Run, end: int) -> bytes:

@@ -84,16 +84,19 @@ class PrefixTree:
         On its way it joins runs between which a fork has vanished.
         """
         path: list[Run] = []
-        size = self.block_bytes
-        tokens, _ = keys.buffer(0, max_blocks * size)
+        size, extras = self.block_bytes, keys.extras
+        end = max_blocks * size
+        tokens = keys.prompt if end <= len(keys.prompt) else keys.part(0, end)
         run, position = self.roots.get(namespace), 0
         while run is not None and position < max_blocks:
-            child = run.children.get(self.key(keys, position))
+            start = position * size
+            key = tokens[start : start + size] if extras is None else keys.key(position, size)
+            child = run.children.get(key)
             if child is None:
                 break
             num_blocks = child.num_blocks
-            whole = position + num_blocks <= max_blocks and tokens.startswith(child.tokens, position * size)
-            if not whole or keys.extras is not None or child.extras is not None:
+            whole = position + num_blocks <= max_blocks and tokens.startswith(child.tokens, start)
+            if not whole or extras is not None or child.extras is not None:
                 num_blocks = num_common(child, 0, keys, slice(position, max_blocks), size)
             position += num_blocks
             if num_blocks < child.num_blocks:
@@ -105,12 +108,6 @@ class PrefixTree:
                 path.append(child)
                 run = child
         return path, position
-
-    def key(self, keys: BlockKeys, block: int) -> bytes:
-        """What a run that begins with this block is found under."""
-        start = block * self.block_bytes
-        tokens = keys.part(start, start + self.block_bytes)
-        return tokens if keys.extras is None else tokens + keys.extras.get(block, b"")
 
     def runs(self) -> Iterator[Run]:
         """Every run of every root, parents first."""
@@ -143,9 +140,11 @@ class PrefixTree:
             pin.end = end
             self.residency.hold(run)
             return pin
-        moved = Pin(run, end) if run is not None else None
-        if moved is not None:
-            self.pin(moved)
+        moved = None
+        if run is not None:
+            moved = Pin(run, end)
+            run.pins = (*run.pins, moved)
+            self.residency.hold(run)
         if pin is not None:
             self.unpin(pin)
         return moved

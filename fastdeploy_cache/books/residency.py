@@ -31,7 +31,7 @@ class Residency:
         self.policy = policy
         self.epoch = 0
         self.num_protected = [0, 0]  # held blocks by Tier
-        self._block_bytes = block_bytes
+        self.block_bytes = block_bytes
         self._forgotten_by = Loss.RESET  # what is of an older epoch
         self.graves = Graves(self._forget, pools)
         self.ages = Ages(clock.now)
@@ -56,7 +56,7 @@ class Residency:
 
     def key(self, run: Run) -> bytes:
         """What its parent finds a run under: its first block's tokens and extra key."""
-        tokens = bytes(run.tokens[: self._block_bytes])
+        tokens = bytes(run.tokens[: self.block_bytes])
         return tokens if run.extras is None else tokens + run.extras.get(0, b"")
 
     # -- what is where
@@ -193,8 +193,7 @@ class Residency:
     def unlink(self, run: Run, parent: Run) -> None:
         """Take a run out of the tree, of which nothing is in any tier."""
         parent.remove_child(self.key(run))
-        run.parent = run.queued_gpu = run.queued_cpu = None
-        run.tokens = run.hashes = b""  # a policy may hold the run for a while
+        run.forget()
 
     @staticmethod
     def end_without(run: Run, num_gpu: int) -> int:
@@ -215,9 +214,11 @@ class Residency:
         if not num_blocks:
             self._remove(run, why)
             return
-        self.free_tail(run, GPU, num_blocks, why)
-        self._drop_copies(run, num_blocks, why)
-        run.cut(num_blocks, self._block_bytes)
+        if len(run.gpu) > num_blocks * ID_BYTES:
+            self.free_tail(run, GPU, num_blocks, why)
+        if run.cpu:
+            self.free_tail(run, CPU, run.num_in(CPU, num_blocks), why)
+        run.cut(num_blocks, self.block_bytes)
 
     def _forget(self, run: Run, num_blocks: int) -> None:
         """The same of a run of an older epoch."""
@@ -234,16 +235,11 @@ class Residency:
                 self.policy.shrink(node, 0)
             self._remove(node, why)
 
-    def _drop_copies(self, run: Run, num_blocks: int, why: Loss) -> None:
-        """Free the CPU blocks behind the first `num_blocks` of a run that is being cut."""
-        if run.cpu:
-            self.free_tail(run, CPU, run.num_in(CPU, num_blocks), why)
-
     def _remove(self, run: Run, why: Loss) -> None:
         """Free what a childless run still has and unlink it."""
         assert run.parent is not None and not run.children and not run.num_held
         self.free_tail(run, GPU, 0, why)
-        self._drop_copies(run, 0, why)
+        self.free_tail(run, CPU, 0, why)
         self.withdraw(run)
         self.unlink(run, run.parent)
 

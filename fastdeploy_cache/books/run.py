@@ -172,6 +172,20 @@ class Run(msgspec.Struct, gc=False, eq=False):
             if not children:
                 self.children = NO_CHILDREN
 
+    def remove_leaf(self, key: bytes, tier: Tier) -> bool:
+        """The same of one that is in this tier alone, in the present epoch. Whether no other is left there: there most
+        often is one, and the children need not be counted."""
+        cast("Children", self.children).pop(key, None)
+        if tier:
+            self.num_cpu_children -= 1
+        else:
+            self.num_gpu_children -= 1
+        if self.num_gpu_children or self.num_cpu_children:
+            return not (self.num_cpu_children if tier else self.num_gpu_children)
+        if not self.children:
+            self.children = NO_CHILDREN
+        return True
+
     def take_children(self) -> Children:
         """Hang nothing below this run any more; returns what was there."""
         children, self.children = self.children, NO_CHILDREN
@@ -184,11 +198,11 @@ class Run(msgspec.Struct, gc=False, eq=False):
             data, at = keys.buffer(start, end)
             tokens = bytearray(tokens) if type(tokens) is bytes else tokens
             tokens += memoryview(data)[at : at + end - start]
-        elif type(tokens) is bytearray:  # each block of a decode step
+        elif tokens:  # each block of a decode step
+            tokens = bytearray(tokens) if type(tokens) is bytes else tokens
             tokens += keys.part(start, end)
-            return
         else:
-            tokens = bytearray(tokens) + keys.part(start, end) if tokens else keys.part(start, end)
+            tokens = keys.part(start, end)
         self.tokens = tokens
 
     # What a run has is taken apart, put together and cut in these four, and nowhere else.
@@ -265,11 +279,17 @@ class Run(msgspec.Struct, gc=False, eq=False):
         if self.sample is not None:
             self.sample.cut(num_blocks)
         self.num_blocks = num_blocks
-        self.num_stored, self.num_offered = min(self.num_stored, num_blocks), min(self.num_offered, num_blocks)
+        self.num_stored = min(self.num_stored, num_blocks)
+        self.num_offered = min(self.num_offered, num_blocks)
 
     def cut_off(self) -> None:
         """Let go of all others, so that nothing refers to itself in a circle."""
         self.parent, self.children, self.pins = None, NO_CHILDREN, ()
+
+    def forget(self) -> None:
+        """It hangs in the tree no more. A policy may hold it for a while, and needs nothing of what it had."""
+        self.parent = self.queued_gpu = self.queued_cpu = None
+        self.tokens = self.hashes = b""
 
     def path(self) -> list[Run]:
         """The runs from below the root down to this one."""

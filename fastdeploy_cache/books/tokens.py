@@ -22,7 +22,7 @@ TokenIds = Sequence[int] | np.ndarray[Any, Any]
 PackList = Callable[[object], bytes | None]
 _MAX_TOKEN_ID = 2**31 - 1
 _FEW, _FEW_OF_ARRAY = 16, 512  # up to where the plain way is the faster one
-_INT32 = np.dtype(np.int32)
+_INT32, _HIGHEST = np.dtype(np.int32), np.maximum.reduce
 _PIECE = 2048  # tokens; what is looked at twice is still in the nearest cache
 _ORDER = "" if sys.byteorder == "little" else "<"  # the machine's own order is the faster one
 
@@ -59,7 +59,7 @@ def pack_list_in_python(token_ids: object) -> bytes | None:
             packed = b"".join(pieces)
     except (struct.error, msgspec.ValidationError):
         return None
-    return packed if _none_negative(packed) else None
+    return packed if packed[3::4].isascii() else None  # no highest bit is set
 
 
 try:
@@ -78,7 +78,11 @@ def pack(request_id: str, token_ids: TokenIds | PackedTokens, packer: PackList =
     """
     if type(token_ids) is np.ndarray and token_ids.dtype is _INT32 and token_ids.ndim == 1:  # the common one but lists
         packed = token_ids.astype("<i4", copy=False).tobytes() if _ORDER else token_ids.tobytes()
-        if _none_negative_in(token_ids, packed):
+        if token_ids.size <= _FEW_OF_ARRAY:
+            is_good = packed[3::4].isascii()
+        else:  # the same in one pass: a negative id is a large one without its sign
+            is_good = int(_HIGHEST(token_ids.view(np.uint32))) <= _MAX_TOKEN_ID
+        if is_good:
             return packed
     else:
         found = packer(token_ids)
@@ -94,17 +98,6 @@ def pack(request_id: str, token_ids: TokenIds | PackedTokens, packer: PackList =
     low, high = int(values.min()), int(values.max())
     token_id = low if low < 0 else high
     raise RequestError(f"request {request_id!r} has token id {token_id}; ids are 0 to {_MAX_TOKEN_ID}")
-
-
-def _none_negative(packed: bytes) -> bool:
-    return packed[3::4].isascii()  # no highest bit is set
-
-
-def _none_negative_in(values: np.ndarray[Any, Any], packed: bytes) -> bool:
-    """The same in one pass, of int32: a negative id is a large one without its sign."""
-    if values.size <= _FEW_OF_ARRAY:
-        return _none_negative(packed)
-    return int(values.view(np.uint32).max()) <= _MAX_TOKEN_ID
 
 
 def _as_array(request_id: str, token_ids: Any) -> np.ndarray[Any, Any]:

@@ -22,6 +22,7 @@ MAX_LOOKED = 256  # leaves that one look at the cold end goes over, under the lo
 _PIECE_TOKENS = 16384  # of a copy that a look starts, or `MIN_STORE_BLOCKS` blocks where that is more
 _MAX_STARTED = 64  # copies that one look starts
 _MAX_YOUNG = 4096  # runs
+_YOUNG_RUNS = 32  # of a batch, at most: when its copy has come, each takes some twenty microseconds under the lock
 
 
 class CopyDown:
@@ -161,7 +162,7 @@ class CopyDown:
             if num_uncopied:
                 self._num_young += num_uncopied - self._young.get(run, 0)
                 self._young[run], has_rest = num_uncopied, is_begun
-        if has_rest or self._num_young >= self._young_batch:
+        if has_rest or self._num_young >= self._young_batch or len(self._young) >= _YOUNG_RUNS:
             self._copy_young()
 
     @contained("copy_down", None)

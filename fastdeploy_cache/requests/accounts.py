@@ -101,10 +101,10 @@ class Accounts:
             speed, saved, moved = account.prefill_tokens_per_second, self.saved_seconds, self.move_seconds
             moved[1] += account.trail.load_seconds
             moved[2] += account.read_seconds
-            for tier in (0, 1, 2):
-                num_behind -= hit_tokens[tier]
-                if speed:
-                    saved[tier] += hit_tokens[tier] / speed
+            for tier, num in enumerate(hit_tokens):
+                if num and speed:
+                    saved[tier] += num / speed
+            num_behind -= sum(hit_tokens)
         for cause, num_blocks, _, _, _ in account.misses:
             missed[cause.place] += num_blocks * size
             num_behind -= num_blocks * size

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NoReturn
 
+import msgspec
+
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.changes import Change
 from fastdeploy_cache.books.leaves.policy import Asked
@@ -50,11 +52,6 @@ _NEXT: dict[RequestPhase, tuple[RequestPhase, ...]] = {
 }
 
 _NONE, _NOTHING = array("i"), Asked(0, 0)  # never changed
-_USUAL_FIELDS = (
-    *("request", "keys", "generation", "trail", "block_ids", "asked", "pin"),
-    *("num_pinned_blocks", "num_gpu_blocks", "loads", "phase", "num_matched_blocks", "num_committed_blocks", "copy"),
-    *("is_admitted", "num_computed_tokens", "duplicates", "step"),
-)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -64,7 +61,7 @@ class Committed(Change):
     active: ActiveRequest
 
 
-class ActiveRequest:
+class ActiveRequest(msgspec.Struct, eq=False):
     """Blocks of the request::
 
         block_ids   [ matched | committed, in the tree or duplicates | private ]
@@ -78,6 +75,7 @@ class ActiveRequest:
     keys: BlockKeys
     generation: int  # of the cache, when it was matched
     trail: Trail
+    block_ids: array[int]  # of a settled one, or of one that runs ahead: see above
     phase: RequestPhase = WAITING
     is_admitted: bool = False  # it got blocks, or committed some: else its release is no use
     is_detached: bool = False  # its blocks continue nothing that is cached: it publishes nothing
@@ -93,7 +91,6 @@ class ActiveRequest:
     copy: OneBlock | None = None  # of the last block of a whole-prompt hit, while the match is not settled
     num_readable_blocks: int = 0  # in the `Match` that its caller saw last; of one that runs ahead: that are there
     # -- its blocks, once it is settled or runs ahead
-    block_ids: array[int] = _NONE
     duplicates: array[int] = _NONE
     num_matched_blocks: int = 0
     num_committed_blocks: int = 0
@@ -101,20 +98,6 @@ class ActiveRequest:
     num_copied_tokens: int = 0  # in the private block that the copy of the last block has filled
     step: int = 0  # the last step that it took part in
     ahead: Sequence[Transfer] = ()  # loads whose destinations it uses before they have ended
-
-    def __init__(self, request: Request, keys: BlockKeys, generation: int) -> None:
-        """All else is as above, on the class, until it is set: most requests set little of it."""
-        self.request, self.keys, self.generation, self.trail = request, keys, generation, Trail()
-        self.block_ids = array("i")
-
-    @classmethod
-    def name_usual_fields(cls) -> None:
-        """Set once what most requests set. Python keeps one table of names for all objects of a class, and closes it
-        after some tens of objects: one that sets a field which came later has a dictionary of its own instead, and then
-        a request takes 5 % longer."""
-        first = cls.__new__(cls)
-        for name in _USUAL_FIELDS:
-            setattr(first, name, None)
 
     def enter(self, phase: RequestPhase) -> None:
         """Go on to another phase. The only place where it changes."""
@@ -138,10 +121,6 @@ class ActiveRequest:
         end = self.prefetch.first + self.prefetch.num_landed
         return max(0, min(num_blocks, end) - max(num_gpu_blocks, self.prefetch.first))
 
-    def num_matched_tokens(self, block_size: int) -> int:
-        """Tokens that it did not have to compute."""
-        return self.num_matched_blocks * block_size + self.num_copied_tokens
-
     def private_ids(self) -> array[int]:
         """Blocks that are the request's own: duplicates of cached ones, and those not committed yet."""
         own = self.duplicates + self.block_ids[self.num_committed_blocks :]
@@ -164,6 +143,3 @@ class ActiveRequest:
             f"commit of {num_computed_tokens} tokens for request {request.request_id!r}, whose "
             f"{len(self.block_ids)} blocks hold {num_held_tokens}; allocate first"
         )
-
-
-ActiveRequest.name_usual_fields()

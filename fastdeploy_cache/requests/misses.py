@@ -57,7 +57,7 @@ class Misses:
                 key = self._key(name, keys, num_found)
                 lost.look_at(num_found)
                 is_known = lost.get(key) is not None or key in computing.by_key
-                if lost.has_forks and not is_known:
+                if lost.forks and not is_known:
                     extra = _extra_of(keys, num_found)
                     is_known = bool(lost.forked(name, num_found, extra, self._mark_before(active, num_found)))
                 if is_known or len(roots) != (root is not None) or keys.extras is not None:
@@ -162,7 +162,7 @@ class Misses:
         memory.look_at(block)
         direct, best = memory.get(key), None
         ways: tuple[Lost, ...] = ()
-        if memory.has_forks:
+        if memory.forks:
             ways = memory.forked(root, block, _extra_of(active.keys, block), self._mark_before(active, block))
         if direct is None and not ways:
             return None
@@ -189,7 +189,7 @@ class Misses:
     def _num_elsewhere(self, active: ActiveRequest, end: int) -> int:
         """How many of the prompt's first `end` blocks another namespace has; 0: not looked at, or none."""
         own, keys, tree = active.request.namespace, active.keys, self._tree
-        key, others = tree.key(keys, 0), islice(tree.roots.items(), _MAX_LOOKED)
+        key, others = keys.key(0, tree.block_bytes), islice(tree.roots.items(), _MAX_LOOKED)
         some = [name for name, root in others if name != own and root.children.get(key) is not None]
         return max([tree.find(name, keys, end)[1] for name in some], default=0)
 

@@ -36,10 +36,10 @@ class Publisher:
     def commit(self, active: ActiveRequest, num_computed_tokens: int, now: float) -> None:
         """The first so many tokens are computed and accepted: their full blocks become findable."""
         if active.trail.stepped_at and num_computed_tokens - active.num_computed_tokens >= MIN_SAMPLE_TOKENS:
-            before = max(active.num_computed_tokens, active.num_matched_tokens(self._size))
+            before = max(active.num_computed_tokens, active.num_matched_blocks * self._size + active.num_copied_tokens)
             self._speeds.note_prefill(num_computed_tokens - before, now - active.trail.stepped_at)
         active.num_computed_tokens, active.trail.stepped_at = num_computed_tokens, now
-        num_blocks = self._num_cacheable(active)
+        num_blocks = num_computed_tokens // self._size if self._cache_outputs else self._num_cacheable(active)
         if num_blocks > active.num_committed_blocks and self._enabled and self._may(active):
             self._publish(active, num_blocks)
 
@@ -79,7 +79,7 @@ class Publisher:
         if num_blocks < active.asked.num_asked and active.trail.computing_key is not None:
             self._misses.committed(active)
         assert pin is not None
-        if active.request.priority is not None:
+        if active.request.is_hinted and active.request.priority is not None:
             pin.run.store_priority = active.request.priority
         if (listener := self._listener) is not None:
             note = listener.note
@@ -116,8 +116,9 @@ class Publisher:
         else:
             request.used = True
             self._books.use(path, request, active.asked)
-        path = pin.run.path()  # the policy may have cut it
-        if request.priority is not None:
+        if self._has_copies or request.is_hinted:
+            path = pin.run.path()  # the policy may have cut it
+        if request.is_hinted and request.priority is not None:
             for run in path:
                 run.store_priority = request.priority
         num_skipped = self._copy_down.released(path) if self._has_copies else 0

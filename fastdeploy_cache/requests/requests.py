@@ -24,6 +24,7 @@ from fastdeploy_cache.requests.prefetches import Prefetches
 from fastdeploy_cache.requests.publisher import Publisher
 from fastdeploy_cache.requests.room_queue import RoomQueue, Taking
 from fastdeploy_cache.requests.runs_ahead import RunsAhead
+from fastdeploy_cache.requests.trail import Trail
 from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.prefetch import Fetched
 
@@ -53,6 +54,7 @@ class Requests:
         self.ahead = RunsAhead(self.matcher, movement.mover, accounts)
         self.publisher = Publisher(config, books, movement, self.matcher, misses)
         self._config, self._mover, self._storage = config, movement.mover, storage
+        self._most_tokens = books.pools[GPU].num_blocks * config.block_size
         self.prefetches = Prefetches(config, books, self.matcher, storage, self._requests)
         self.listener: RequestListener | None = None
         self.offered = set[ActiveRequest]()
@@ -134,9 +136,11 @@ class Requests:
     def begin(self, request: Request, called_at: float) -> ActiveRequest:
         """Find its prefix. Where this raises, the request holds nothing and may be matched again. `called_at`: when the
         caller asked for it, by the monotonic clock."""
-        self.check_new(request)
+        is_plain = type(request) is Request and request.num_tokens <= self._most_tokens
+        if not is_plain or request.request_id in self._requests:
+            self.check_new(request)
         keys = request.keys(self._config.block_size)
-        active = ActiveRequest(request, keys, self.books.tree.generations.current)
+        active = ActiveRequest(request, keys, self.books.tree.generations.current, Trail(), array("i"))
         active.trail.matched_at = called_at
         self._requests[request.request_id] = active
         try:
@@ -224,7 +228,7 @@ class Requests:
     def count(self, request: Request, hit_tokens: tuple[int, int, int]) -> None:
         """Count a request that was never matched here, and has hit so many tokens of each tier."""
         size, tree = self._config.block_size, self.books.tree
-        active = ActiveRequest(request, request.keys(size), tree.generation)
+        active = ActiveRequest(request, request.keys(size), tree.generation, Trail(), array("i"))
         num_asked = (request.num_prompt_tokens - 1) // size
         path, num_found = tree.find(request.namespace, active.keys, num_asked)
         active.asked = Asked(num_asked, num_found)

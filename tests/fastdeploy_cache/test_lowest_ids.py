@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Callable
 
 import pytest
 
 from fastdeploy_cache.books.block_pool import BlockPool, Owner
+from fastdeploy_cache.books.id_table import IdTable, IdTableInPython, new_id_table
 from fastdeploy_cache.errors import BlockOwnerError
 
 OWNERS = (Owner.RUN, Owner.REQUEST, Owner.TASK, Owner.CALLER)
 NUM_STEPS = 200
+TABLES = list(dict.fromkeys((new_id_table, IdTableInPython)))
 
 
 class NaivePool:
@@ -50,10 +53,10 @@ class NaivePool:
 class Walk:
     """Random calls of both; `check` compares them."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, new_table: Callable[[int], IdTable]) -> None:
         self.rng = random.Random(seed)
         self.num_blocks = self.rng.choice((0, 1, 7, 40, 300, 1500))
-        self.pool, self.naive = BlockPool("GPU", self.num_blocks), NaivePool(self.num_blocks)
+        self.pool, self.naive = BlockPool("GPU", self.num_blocks, new_table), NaivePool(self.num_blocks)
         self.reads: list[list[int]] = []
 
     def some(self, owner: Owner) -> list[int]:
@@ -121,30 +124,28 @@ class Walk:
             assert self.pool.num_read_of(owner) == sum(self.naive.num_readers[i] > 0 for i in ids)
 
 
+@pytest.mark.parametrize("new_table", TABLES)
 @pytest.mark.parametrize("seed", range(30))
-def test_a_pool_does_what_a_naive_one_does(seed: int) -> None:
+def test_a_pool_does_what_a_naive_one_does(seed: int, new_table: Callable[[int], IdTable]) -> None:
     """The lowest free ids, in order, and every refusal names the wrong one and changes nothing; also while blocks are
-    being read."""
-    walk = Walk(seed)
+    being read. The native table and that in Python."""
+    walk = Walk(seed, new_table)
     for _ in range(NUM_STEPS):
         walk.step()
         walk.check()
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_a_pool_without_memory_for_its_heaps_finds_all_that_is_free(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a heap cannot grow, what was freed is given out all the same, lowest first."""
-    walk = Walk(seed)
-
-    def push(heap: list[int], item: int) -> None:
-        raise MemoryError
-
-    for number in range(NUM_STEPS):
-        with monkeypatch.context() as patched:
-            if number % 7 == 0:
-                patched.setattr("fastdeploy_cache.books.block_pool.heapq.heappush", push)
-            try:
-                walk.step()
-            except MemoryError:
-                walk.check()
-        walk.check()
+@pytest.mark.parametrize("new_table", TABLES)
+def test_a_table_refuses_what_is_no_such_call(new_table: Callable[[int], IdTable]) -> None:
+    """More than are free, or for nobody: a `ValueError`. A block of another, twice, or outside: False. Nothing has
+    changed."""
+    table = new_table(300)
+    mine = table.take(200, Owner.TASK)
+    for num_blocks, owner in ((101, Owner.RUN), (-1, Owner.RUN), (1, Owner.FREE)):
+        with pytest.raises(ValueError, match="blocks for owner"):
+            table.take(num_blocks, owner)
+    for bad in (0, 200, 300, -1, 2**31 - 1):
+        assert not table.move(array("i", [7, 0, bad]), Owner.TASK, Owner.FREE)
+    assert [table.count(owner) for owner in Owner] == [100, 0, 0, 200, 0]
+    assert table.owners == bytes([Owner.TASK] * 200 + [Owner.FREE] * 100)
+    assert table.move(mine, Owner.TASK, Owner.FREE) and table.take(300, Owner.RUN).tolist() == list(range(300))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from typing import Any
+from typing import Any, cast
 
 from fastdeploy_cache.books.leaves.leaf_order import IsLeaf
 from fastdeploy_cache.books.leaves.moving_leaves import MovingLeaves
@@ -104,6 +104,20 @@ class GuardedPolicy:
             raise TypeError(f"the eviction policy's victim is {named!r}; name a leaf of the tier, and 1 block or more")
         except Exception:  # as above
             return self.replace().victim(tier, num_blocks)
+
+    def small_leaves(self, tier: Tier, num_blocks: int) -> list[Run]:
+        """What `victim` would name next, as long as each is certain and goes whole (`LeafOrder.first_small`)."""
+        if self._moving is not None or not self._names_leaves:
+            return []
+        try:
+            return cast("LeastRecentlyUsed", self.chosen).orders[tier].first_small(num_blocks)
+        except Exception:  # as above
+            self.replace()
+            return []
+
+    def drop_small_leaves(self, tier: Tier, num_leaves: int) -> None:
+        """The first of these have gone."""
+        cast("LeastRecentlyUsed", self.chosen).orders[tier].drop_first(num_leaves)
 
     def coldest(self, tier: Tier) -> Generator[Run]:
         """See `EvictionPolicy.coldest`."""

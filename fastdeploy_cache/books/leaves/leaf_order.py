@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator
 from typing import Any
 
-from fastdeploy_cache.books.run import Run, Tier
+from fastdeploy_cache.books.run import ID_BYTES, Run, Tier
 
 IsLeaf = Callable[[Run, Tier], bool]
 Piece = tuple[list[Any], list[Run]]  # ranks, lowest first, and whose they are; never empty
@@ -86,6 +86,10 @@ class LeafOrder:
 
     def first(self) -> Run:
         """The leaf with the lowest rank; there is one."""
+        ranks, runs = self._pieces[0]
+        rank, run = ranks[0], runs[0]
+        if getattr(run, self._mark) == rank and self._is_leaf(run, self._tier) and self._rank(run) == rank:
+            return run
         found = self.first_from(None)
         assert found is not None
         return found
@@ -113,6 +117,34 @@ class LeafOrder:
                 self._put_in(run, rank)
                 setattr(run, mark, rank)
         return None
+
+    def first_small(self, num_blocks: int) -> list[Run]:
+        """The leaves that `first` would name one after the other, as long as each can go whole: it is in this tier
+        alone, has with those before it at most `num_blocks`, and its parent becomes no leaf by that. They stay, for
+        `drop_first`."""
+        tier, mark, rank_of = self._tier, self._mark, self._rank
+        while self._pieces and getattr(self._pieces[0][1][0], mark) != self._pieces[0][0][0]:
+            self.drop_first(1)  # it stands elsewhere by now, or is gone
+        ranks, runs = self._pieces[0] if self._pieces else ([], [])
+        num_left, num_small = num_blocks * ID_BYTES, 0
+        for rank, run in zip(ranks, runs, strict=True):
+            parent = run.parent
+            num_left -= len(run.cpu if tier else run.gpu)
+            if num_left < 0 or (run.gpu if tier else run.cpu) or run.num_held or run.children or parent is None:
+                break
+            if parent.num_children_in(tier) <= num_small + 1 and parent.parent is not None:
+                break
+            if getattr(run, mark) != rank or rank_of(run) != rank:
+                break
+            num_small += 1
+        return runs[:num_small]
+
+    def drop_first(self, num_leaves: int) -> None:
+        """The first so many, of one piece, have gone."""
+        ranks, runs = self._pieces[0]
+        del ranks[:num_leaves], runs[:num_leaves]
+        if not ranks:
+            del self._pieces[0], self._starts[0]
 
     def _place_of(self, low: Any) -> tuple[int, int]:
         """The piece, and the place in it, of the first rank that is not below `low`; behind the last piece if none."""

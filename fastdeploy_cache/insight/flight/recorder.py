@@ -93,8 +93,7 @@ class FlightRecorder:
             marks = block_marks(keys.prompt, num_known * size, num_full - num_known, size)
         else:
             marks = self._marks(keys, num_known, num_full)
-        is_hinted = request.priority is not None or request.keep_seconds is not None  # a later policy may go by it
-        if self._has_hints or request.counted or request.images or is_hinted:
+        if self._has_hints or request.counted or request.images or request.is_hinted:  # a later policy may go by it
             rest = self._rest_of(request)
         note, clock = self.note, self._clock
         note(
