@@ -9,6 +9,7 @@ from fastdeploy_cache.books.run import GPU, TIERS, Run, Tier, Usage
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.metrics.histogram import AGE_SECONDS, Histogram
 
+_EVICTED, _SPARE = Loss.CPU, Loss.SPARE  # or below the first; looking a member up takes long, and each block is told
 _STAMP_SECONDS = 0.01  # what happens within so long has the same time, and the same object: a float takes 32 bytes
 
 
@@ -33,7 +34,8 @@ class Ages:
 
     def began(self, run: Run, tier: Tier, _first: int, _num_blocks: int) -> None:
         """See `Taps`."""
-        now = self._clock()
+        clock = self._clock
+        now = clock()
         if now - self._stamp < _STAMP_SECONDS:
             now = self._stamp
         self._stamp = now
@@ -44,7 +46,7 @@ class Ages:
 
     def left(self, run: Run, tier: Tier, first: int, num_blocks: int, why: Loss) -> None:
         """See `Taps`. What is evicted is gathered as long as it is of one run; `count_evicted` counts it."""
-        if why > Loss.CPU and why is not Loss.SPARE:
+        if why > _EVICTED and why is not _SPARE:
             return
         usage, num_kept = run.usage, 0
         if usage is self._going and tier is self._going_from:
@@ -86,7 +88,8 @@ class Ages:
 
     def used(self, path: Sequence[Run]) -> None:
         """A request ends that used these runs."""
-        now = self._clock()
+        clock = self._clock
+        now = clock()
         if now - self._stamp < _STAMP_SECONDS:
             now = self._stamp
         self._stamp = now

@@ -52,7 +52,8 @@ class BlockPool:
 
     def allocate(self, num_blocks: int, owner: Owner) -> array[int]:
         """The lowest `num_blocks` free ids, now of `owner`. The caller has checked `num_free`."""
-        ids = self._take(num_blocks, owner)
+        take = self._take  # fetched first: see `RequestListener.note`
+        ids = take(num_blocks, owner)
         self.num_free -= num_blocks
         return ids
 
@@ -63,15 +64,13 @@ class BlockPool:
 
     def hand_over(self, ids: array[int], giver: Owner, taker: Owner) -> None:
         """Change the owner of `ids`, none of them free; all of them or, on `BlockOwnerError`, none."""
-        if not self._move(ids, giver, taker):
+        move = self._move
+        if not move(ids, giver, taker):
             self._refuse(ids, giver)
         if self._num_readers:
-            self._count_read(ids, giver, taker)
-
-    def _count_read(self, ids: array[int], giver: Owner, taker: Owner) -> None:
-        num_read = sum(map(self._num_readers.__contains__, ids))
-        self._num_read_of[giver] -= num_read
-        self._num_read_of[taker] += num_read
+            num_read = sum(map(self._num_readers.__contains__, ids))
+            self._num_read_of[giver] -= num_read
+            self._num_read_of[taker] += num_read
 
     # -- reading without pinning
 
@@ -141,13 +140,10 @@ class BlockPool:
         """Take `ids` back from their owner; all of them or, on `BlockOwnerError`, none."""
         if self._num_readers and not self._num_readers.keys().isdisjoint(ids):
             ids, giver = self._defer(ids, giver), TASK
-        if not self._move(ids, giver, FREE):
+        move = self._move
+        if not move(ids, giver, FREE):
             self._refuse(ids, giver)
         self.num_free += len(ids)
-
-    def free_ids(self) -> list[int]:
-        """Every free id."""
-        return self.ids_of(FREE)
 
     def _refuse(self, ids: array[int], giver: Owner) -> NoReturn:
         """Name the first id of `ids` that its giver may not give."""

@@ -20,11 +20,11 @@ def evict(residency: Residency, tier: Tier, num_blocks: int) -> None:
     """
     if residency.graves.open:  # what a reset has forgotten goes first
         num_blocks -= residency.graves.free(tier, num_blocks)
-    pool, victim, gone = residency.pools[tier], residency.policy.victim, None
+    pool, policy, gone = residency.pools[tier], residency.policy, None
     in_parts = pool.num_read > 0
     try:
         while num_blocks > 0:
-            run, at_most = victim(tier, num_blocks)
+            run, at_most = policy.victim(tier, num_blocks)
             ids = run.cpu if tier else run.gpu
             if in_parts or (run.gpu if tier else run.cpu) or run.num_held or run.children:
                 num_blocks -= evict_tail(residency, run, tier, at_most)
@@ -34,9 +34,9 @@ def evict(residency: Residency, tier: Tier, num_blocks: int) -> None:
             else:
                 gone = gone or _Gone()
                 num_blocks -= _remove_leaves(residency, tier, [run], gone)
-                while num_blocks > 0 and (runs := residency.policy.small_leaves(tier, num_blocks)):
+                while num_blocks > 0 and (runs := policy.small_leaves(tier, num_blocks)):
                     num_blocks -= _remove_leaves(residency, tier, runs, gone)
-                    residency.policy.drop_small_leaves(tier, len(runs))
+                    policy.drop_small_leaves(tier, len(runs))
     finally:
         if gone is not None:  # where they are small they are many: their ids are freed all at once
             pool.free(gone.ids[: gone.num_blocks], RUN)

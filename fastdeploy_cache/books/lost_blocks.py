@@ -98,7 +98,8 @@ class LostBlocks:
             if not is_more or first_block < self._least_block or run.extras is not None:
                 self._note(run, first_block, kind, is_more=is_more)
                 return
-            tokens, size, at = run.tokens, self._block_bytes, self._now()
+            tokens, size, now = run.tokens, self._block_bytes, self._now
+            at = now()
             start, pieces = first_block * size, tail.pieces
             head = tokens[start - WINDOW_BYTES : start + size]
             pieces.append(block_marks(tokens, start, run.num_blocks - first_block, size))

@@ -40,10 +40,10 @@ class Residency:
     def num_available(self, tier: Tier) -> int:
         """Blocks of a tier that are free or can be evicted now."""
         pool = self.pools[tier]
-        num_evictable = pool.count(RUN) - self.num_protected[tier]
-        if pool.num_read:  # what is being read frees nothing yet; some of it may be held, too
-            num_read = pool.num_read if tier else pool.num_read_of(RUN)  # on the GPU most are a caller's own
-            num_evictable = max(0, num_evictable - num_read)
+        count = pool.count
+        num_evictable = count(RUN) - self.num_protected[tier]
+        if pool.num_read:  # frees nothing yet; some of it may be held, too, and on the GPU most is a caller's own
+            num_evictable = max(0, num_evictable - (pool.num_read if tier else pool.num_read_of(RUN)))
         return pool.num_free + num_evictable
 
     def is_leaf(self, run: Run, tier: Tier) -> bool:

@@ -22,7 +22,7 @@ TokenIds = Sequence[int] | np.ndarray[Any, Any]
 PackList = Callable[[object], bytes | None]
 _MAX_TOKEN_ID = 2**31 - 1
 _FEW, _FEW_OF_ARRAY = 16, 512  # up to where the plain way is the faster one
-_INT32, _HIGHEST = np.dtype(np.int32), np.maximum.reduce
+_NDARRAY, _INT32, _HIGHEST = np.ndarray, np.dtype(np.int32), np.maximum.reduce
 _PIECE = 2048  # tokens; what is looked at twice is still in the nearest cache
 _ORDER = "" if sys.byteorder == "little" else "<"  # the machine's own order is the faster one
 
@@ -76,7 +76,7 @@ def pack(request_id: str, token_ids: TokenIds | PackedTokens, packer: PackList =
     Raises:
         RequestError: it is none; the token that cannot be is named, and the request.
     """
-    if type(token_ids) is np.ndarray and token_ids.dtype is _INT32 and token_ids.ndim == 1:  # the common one but lists
+    if type(token_ids) is _NDARRAY and token_ids.dtype is _INT32 and token_ids.ndim == 1:  # the common one but lists
         packed = token_ids.astype("<i4", copy=False).tobytes() if _ORDER else token_ids.tobytes()
         if token_ids.size <= _FEW_OF_ARRAY:
             is_good = packed[3::4].isascii()

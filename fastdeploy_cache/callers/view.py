@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from fastdeploy_cache.books.block_pool import FREE
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import GPU, Run, Tier
 from fastdeploy_cache.books.run_view import RunView, path_views, views_of
@@ -46,7 +47,7 @@ class BlockView:
     def free_block_ids(self, tier: Tier = GPU) -> list[int]:
         """The blocks of a tier that nobody owns, lowest first. Walks the pool."""
         with self._books:
-            return sorted(self._books.pools[tier].free_ids())
+            return self._books.pools[tier].ids_of(FREE)
 
     def eviction_order(self, tier: Tier = GPU) -> list[bytes]:
         """The hashes of the last blocks of the runs whose ends can be evicted, about in the order of eviction."""

@@ -83,7 +83,7 @@ def _check_owners(
 ) -> None:
     """Check that free + runs + requests + tasks = all, and that each block has one owner."""
     owned: dict[Owner, list[int]] = {
-        FREE: list(pool.free_ids()),
+        FREE: pool.ids_of(FREE),
         RUN: [i for run in runs for i in run.ids_in(tier)],
         REQUEST: [i for active in requests for i in active.private_ids()] if tier is GPU else [],
         TASK: [i for t in transfers if t.tier is tier and t.cargo is not None for i in t.cargo.ids],

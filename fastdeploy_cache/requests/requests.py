@@ -188,7 +188,8 @@ class Requests:
         except BaseException:  # no memory for a longer table: the blocks are nobody's else
             pool.free(ids, REQUEST)
             raise
-        active.trail.stepped_at = now = self._now()
+        clock = self._now
+        active.trail.stepped_at = now = clock()
         if not active.is_admitted:
             self._admit(active, now)
         if is_told and (listener := self.listener) is not None:

@@ -17,7 +17,7 @@ def test_the_lowest_free_ids_are_given_first() -> None:
     pool.free(array("i", [3, 0, 4]), Owner.REQUEST)
     assert pool.allocate(4, Owner.TASK).tolist() == [0, 3, 4, 5]
     assert (pool.num_free, pool.count(Owner.REQUEST), pool.count(Owner.TASK)) == (2, 2, 4)
-    assert sorted(pool.free_ids()) == [6, 7]
+    assert pool.ids_of(Owner.FREE) == [6, 7]
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ class GuardedPolicy:
         calls = {name: self._passed_on(name) for name in _PASSED_ON}
         self._clear, self._coldest, self._victim = calls.pop("clear"), calls.pop("coldest"), chosen.victim
         self._names_leaves = getattr(chosen.victim, "__func__", None) is LeastRecentlyUsed.victim
-        vars(self).update(calls)
+        for name, call in calls.items():
+            setattr(self, name, call)
 
     def has_served(self, name: str) -> bool:
         """Whether a policy of this name is in force, or has been."""
@@ -93,8 +94,9 @@ class GuardedPolicy:
         """See `EvictionPolicy.victim`; never a run that may lose nothing, whatever the policy says."""
         if self._moving is not None and (run := self._moving.first(tier)) is not None:
             return run, num_blocks
+        call = self._victim
         try:
-            named = self._victim(tier, num_blocks)
+            named = call(tier, num_blocks)
             if self._names_leaves:
                 return named
             if type(named) is tuple and len(named) == 2:

@@ -87,8 +87,8 @@ class LeafOrder:
     def first(self) -> Run:
         """The leaf with the lowest rank; there is one."""
         ranks, runs = self._pieces[0]
-        rank, run = ranks[0], runs[0]
-        if getattr(run, self._mark) == rank and self._is_leaf(run, self._tier) and self._rank(run) == rank:
+        rank, run, is_leaf, rank_of = ranks[0], runs[0], self._is_leaf, self._rank
+        if getattr(run, self._mark) == rank and is_leaf(run, self._tier) and rank_of(run) == rank:
             return run
         found = self.first_from(None)
         assert found is not None
