@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from fastdeploy_cache.books.run import GPU, TIERS, Run, Tier, Usage
+from fastdeploy_cache.books.run import GPU, TIERS, Run, Tier
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.metrics.histogram import AGE_SECONDS, Histogram
 
@@ -28,7 +28,7 @@ class Ages:
         self.reuse_gaps = Histogram(AGE_SECONDS)
         self.num_evicted = ([0, 0], [0, 0])
         self._clock, self._stamp = clock, 0.0
-        self._going: Usage | None = None  # of the run that was evicted from last: most are evicted in many steps
+        self._going: Run | None = None  # of the run that was evicted from last: most are evicted in many steps
         self._going_from = GPU
         self._num_gone, self._age, self._idle = 0, 0.0, 0.0
 
@@ -40,22 +40,22 @@ class Ages:
             now = self._stamp
         self._stamp = now
         if tier:
-            run.usage.cpu_since = now
+            run.cpu_since = now
         else:
-            run.usage.gpu_since = now
+            run.gpu_since = now
 
     def left(self, run: Run, tier: Tier, first: int, num_blocks: int, why: Loss) -> None:
         """See `Taps`. What is evicted is gathered as long as it is of one run; `count_evicted` counts it."""
         if why > _EVICTED and why is not _SPARE:
             return
-        usage, num_kept = run.usage, 0
-        if usage is self._going and tier is self._going_from:
+        num_kept = 0
+        if run is self._going and tier is self._going_from:
             self._num_gone += num_blocks
         else:
             self.count_evicted()
-            now, since = self._clock(), usage.cpu_since if tier else usage.gpu_since
-            self._going, self._going_from, self._num_gone = usage, tier, num_blocks
-            self._age, self._idle = now - since, now - (usage.used_last or since)
+            now, since = self._clock(), run.cpu_since if tier else run.gpu_since
+            self._going, self._going_from, self._num_gone = run, tier, num_blocks
+            self._age, self._idle = now - since, now - (run.used_last or since)
         if tier:
             if why:  # else its copies go with it
                 num_kept = max(0, min(run.num_gpu, first + num_blocks) - first)
@@ -66,13 +66,13 @@ class Ages:
             evicted[0] += num_kept
         evicted[1] += num_blocks - num_kept
 
-    def evicted_together(self, tier: Tier, gone: Sequence[Usage], num_blocks: Sequence[int]) -> None:
+    def evicted_together(self, tier: Tier, gone: Sequence[Run], num_blocks: Sequence[int]) -> None:
         """The same for runs that leave a tier whole and are in no other, each with its blocks, in one eviction."""
         now = self._clock()
         with contextlib.suppress(MemoryError):  # as above
-            since = [usage.cpu_since if tier else usage.gpu_since for usage in gone]
+            since = [run.cpu_since if tier else run.gpu_since for run in gone]
             self.residency[tier].add_all([now - at for at in since], num_blocks)
-            idle = [now - (usage.used_last or at) for usage, at in zip(gone, since, strict=True)]
+            idle = [now - (run.used_last or at) for run, at in zip(gone, since, strict=True)]
             self.idle[tier].add_all(idle, num_blocks)
             self.num_evicted[tier][1] += sum(num_blocks)
 
@@ -94,9 +94,9 @@ class Ages:
             now = self._stamp
         self._stamp = now
         for run in path:
-            run.usage.used_last = now
+            run.used_last = now
 
     def hit(self, run: Run, matched_at: float | None = None) -> None:
         """A request ends that was matched at this time, or just now, and whose hit ended in this run. Before `used`."""
-        if last := run.usage.used_last:
+        if last := run.used_last:
             self.reuse_gaps.add((self._clock() if matched_at is None else matched_at) - last)

@@ -9,7 +9,7 @@ from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import RUN, TASK
 from fastdeploy_cache.books.growing import adopt, extend
 from fastdeploy_cache.books.prefix_tree import PrefixTree
-from fastdeploy_cache.books.run import CPU, GPU, Run, Usage
+from fastdeploy_cache.books.run import CPU, GPU, Run, Stored
 from fastdeploy_cache.books.transfer import Segment
 
 
@@ -37,10 +37,11 @@ def insert_copies(
         above = tree.root(namespace)
     elif end < above.num_blocks:
         above = tree.split(above, end)
-    run = Run(above, tree.epoch, Usage())
+    run = Run(above, tree.epoch)
     extend(tree, run, keys, num_found, joined, tier=CPU)
     run.hashes = hashes[max(0, num_found - first) * HASH_BYTES :]
-    run.num_stored = run.num_offered = run.num_blocks if stored else 0
+    if stored:
+        run.stored = Stored(run.num_blocks, run.num_blocks)
     tree.policy.touch(run.path())  # or it would be the coldest
     key = keys.key(num_found, tree.block_bytes)
     above.add_child(key, run)

@@ -68,7 +68,7 @@ def _remove_leaves(residency: Residency, tier: Tier, runs: list[Run], gone: _Gon
     """Unlink leaves that are in this tier alone, and that the policy has named; returns how many blocks they had. Their
     ids are the caller's to free."""
     policy, size, why = residency.policy, residency.block_bytes, _LOSSES[tier]
-    sizes, usages = [run.num_blocks for run in runs], [run.usage for run in runs]
+    sizes = [run.num_blocks for run in runs]
     for run in runs:  # first of all: it may need memory
         gone.ids.frombytes(run.cpu if tier else run.gpu)
     # `Ages`, the first to hear of what leaves, and `LostBlocks`, the first of what ends, hear of all at once
@@ -83,7 +83,7 @@ def _remove_leaves(residency: Residency, tier: Tier, runs: list[Run], gone: _Gon
         if not policy.has_marks:
             policy.pull(run, tier)
     residency.lost.ended_together(runs, why)
-    residency.ages.evicted_together(tier, usages, sizes)
+    residency.ages.evicted_together(tier, runs, sizes)
     for run, num_blocks in zip(runs, sizes, strict=True):
         parent, key = run.parent, run.tokens
         assert parent is not None

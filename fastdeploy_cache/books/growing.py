@@ -9,7 +9,7 @@ from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import REQUEST, RUN, Owner
 from fastdeploy_cache.books.comparing import num_common
 from fastdeploy_cache.books.prefix_tree import PrefixTree
-from fastdeploy_cache.books.run import GPU, Pin, Run, Tier, Usage
+from fastdeploy_cache.books.run import GPU, Pin, Run, Tier
 
 Ids: TypeAlias = "array[int]"
 _NONE: Ids = array("i")  # never changed
@@ -64,9 +64,9 @@ def insert(
 def _append(tree: PrefixTree, at: Run, keys: BlockKeys, first: int, ids: array[int]) -> Run:
     """New blocks behind `at`: in place where it has no children, else as a new run."""
     run = at
-    if at.children or at.parent is None or at.usage.is_shared:
-        at.usage.is_shared = at.parent is not None
-        run = Run(at, tree.epoch, Usage())
+    if at.children or at.parent is None or at.is_shared:
+        at.is_shared = at.parent is not None
+        run = Run(at, tree.epoch)
     tree.pools[0].hand_over(ids, REQUEST, RUN)
     try:
         extend(tree, run, keys, first, ids)
@@ -104,7 +104,7 @@ def extend(tree: PrefixTree, run: Run, keys: BlockKeys, first: int, ids: array[i
     run.extras = extras
     run.num_blocks += num_blocks
     tree.num_grown += 1
-    run.usage.inserted = tree.num_grown
+    run.inserted = tree.num_grown
     if tree.policy.hears_growth:
         tree.policy.grow(run, before)
 
@@ -116,7 +116,7 @@ def grow(tree: PrefixTree, pin: Pin, keys: BlockKeys, first: int, ids: array[int
     it is not so; then nothing is done.
     """
     run = pin.run
-    if pin.end != run.num_blocks or run.children or run.usage.is_shared:
+    if pin.end != run.num_blocks or run.children or run.is_shared:
         return False
     tree.pools[0].hand_over(ids, REQUEST, RUN)
     try:

@@ -16,7 +16,7 @@ from fastdeploy_cache.books.leaves.policy import EvictionPolicy
 from fastdeploy_cache.books.lost_blocks import LostBlocks
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.residency import Pools, Residency
-from fastdeploy_cache.books.run import TIERS, Pin, Run, Usage
+from fastdeploy_cache.books.run import TIERS, Pin, Run
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.books.transfer import Segment, split_pins
 from fastdeploy_cache.ipc.clock import Clock
@@ -73,7 +73,7 @@ class PrefixTree:
                 some = piece_of(self.roots, self._num_roots_made // _SWEEP_EVERY)
                 for name in [name for name, root in some.items() if not root.children]:
                     self.roots.pop(name)
-            run = Run(None, self.epoch, Usage())
+            run = Run(None, self.epoch)
             run.hashes = root_hash(namespace, self.block_size)
             self.roots = put(self.roots, namespace, run, place_of_name)
         return run
@@ -175,7 +175,7 @@ class PrefixTree:
         assert run.parent is not None and 0 < num_blocks < run.num_blocks
         residency, had_blocks = self.residency, (bool(run.gpu), bool(run.cpu))
         upper, key = run.front(num_blocks, self.block_bytes), residency.key(run)
-        upper.usage.is_shared = True
+        upper.is_shared = True
         run.cut_front(upper, self.block_bytes)  # may lack memory: until here nothing has changed
         run.parent.add_child(key, upper)
         run.parent = upper
@@ -221,6 +221,5 @@ class PrefixTree:
             joined(upper, lower)
         self.residency.withdraw(lower)
         lower.parent = None
-        upper.usage = upper.usage.joined(lower.usage)
         for tier in TIERS:
             self.residency.offer(upper, tier)

@@ -11,6 +11,7 @@ from typing import cast
 from zlib import crc32
 
 import msgspec
+from msgspec.structs import replace
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_keys import BlockKeys
@@ -34,27 +35,51 @@ Children = dict[bytes, "Run"] | LargeDict[bytes, "Run"]
 NO_CHILDREN: Mapping[bytes, Run] = MappingProxyType({})
 
 
-class Usage(msgspec.Struct, gc=False, eq=False):
-    """How a run was used: what eviction policies decide by. Both parts of a split run have it."""
+class Habit(msgspec.Struct, gc=False, frozen=True):
+    """What the policy `reuse` knows of who uses a run."""
 
-    last_used: int = 0  # order of uses over the whole cache
-    used_at: float = 0.0  # the same in a policy's own time
-    inserted: int = 0  # order of growths over the whole cache
-    num_uses: int = 0  # requests whose prefix it was or became
+    used_at: float = 0.0  # the last use, in the policy's own time
     turn: int = 1  # requests in a row that went on where the one before had ended
     gap: float = 0.0  # before the last of them
     reuse_class: int = 0
-    is_shared: bool = False  # prompts have parted behind it
+
+
+class Hint(msgspec.Struct, gc=False, frozen=True):
+    """What requests have asked for what they used."""
+
     priority: float = DEFAULT_PRIORITY
     keep_until: float = 0.0  # in seconds; how long priority or pin is in force
-    gpu_since: float = 0.0  # by the monotonic clock, for metrics alone: see `Ages`
-    cpu_since: float = 0.0
-    used_last: float = 0.0  # 0: no request that used it has ended
 
-    def joined(self, lower: Usage) -> Usage:
-        """The usage of a run and of the one behind it as one run; it is `lower` itself."""
-        lower.last_used, lower.used_last = max(self.last_used, lower.last_used), max(self.used_last, lower.used_last)
-        return lower
+
+class Stored(msgspec.Struct, gc=False, frozen=True):
+    """What storage has of a run, and was asked to take."""
+
+    num_blocks: int = 0  # from the front, that it has taken; it may have dropped them since
+    num_offered: int = 0  # from the front, that it was offered, in the use of that number
+    offered_use: int = 1
+    priority: float | None = None  # of the last request that used the run and had one
+
+    def but(self, **changes: float | None) -> Stored:
+        """The same with these fields."""
+        return replace(self, **changes)
+
+    def front(self, num_blocks: int) -> Stored:
+        """That of the first blocks alone."""
+        return self.but(num_blocks=min(self.num_blocks, num_blocks), num_offered=min(self.num_offered, num_blocks))
+
+    def behind(self, num_blocks: int) -> Stored:
+        """That of the others."""
+        num_left, num_offered = max(0, self.num_blocks - num_blocks), max(0, self.num_offered - num_blocks)
+        return self.but(num_blocks=num_left, num_offered=num_offered)
+
+    def joined(self, lower: Stored, num_above: int) -> Stored:
+        """That of a run of so many blocks and of the run behind it together."""
+        num_blocks = self.num_blocks + (lower.num_blocks if self.num_blocks == num_above else 0)
+        num_offered = self.num_offered + (lower.num_offered if self.num_offered == num_above else 0)
+        return lower.but(num_blocks=num_blocks, num_offered=num_offered)
+
+
+_NO_HABIT, _NO_HINT, _NOT_STORED = Habit(), Hint(), Stored()  # of all runs of which nothing is known
 
 
 class Run(msgspec.Struct, gc=False, eq=False):
@@ -73,7 +98,6 @@ class Run(msgspec.Struct, gc=False, eq=False):
 
     parent: Run | None
     epoch: int
-    usage: Usage
     tokens: bytes | bytearray = b""
     hashes: bytes | bytearray = b""  # of its first blocks, as far as somebody has asked: see `BlockNames`
     extras: dict[int, bytes] | None = None  # by block, where images or other extra keys overlap it
@@ -87,19 +111,31 @@ class Run(msgspec.Struct, gc=False, eq=False):
     pins: tuple[Pin, ...] = ()
     num_held_children: int = 0  # children with a pin in or beneath them
     num_held: int = 0  # blocks from the front that a pin, here or beneath, keeps where they are
-    num_stored: int = 0  # blocks from the front that storage has taken; it may have dropped them since
-    num_offered: int = 0  # blocks from the front that storage was offered, in the use of that number
-    offered_use: int = 1
-    store_priority: float | None = None  # of the last request that used it and had one: for storage
+    stored: Stored = _NOT_STORED
     queued_gpu: object = None  # a policy's mark of its place among the leaves of that tier
     queued_cpu: object = None
     sample: BlockSample | None = None  # for a policy that observes some blocks
     block_marks: bytes = b""  # of its first blocks, as far as somebody has asked: see `References`
     author: int = 0  # a recorded request whose tokens go through all of this run; 0: nobody knows one
+    # -- how it was used: what eviction policies decide by. Both parts of a split run have it
+    last_used: int = 0  # order of uses over the whole cache
+    inserted: int = 0  # order of growths over the whole cache
+    num_uses: int = 0  # requests whose prefix it was or became
+    is_shared: bool = False  # prompts have parted behind it
+    hint: Hint = _NO_HINT
+    habit: Habit = _NO_HABIT
+    gpu_since: float = 0.0  # by the monotonic clock, for metrics alone: see `Ages`
+    cpu_since: float = 0.0
+    used_last: float = 0.0  # 0: no request that used it has ended
 
     def __repr__(self) -> str:
         """Itself alone: all that it refers to is the whole tree."""
         return f"Run({self.num_blocks} blocks, epoch {self.epoch})"
+
+    @property
+    def usage(self) -> Run:
+        """Itself, as policies of others call what they decide by."""
+        return self
 
     @property
     def num_gpu(self) -> int:
@@ -209,7 +245,9 @@ class Run(msgspec.Struct, gc=False, eq=False):
 
     def front(self, num_blocks: int, block_bytes: int) -> Run:
         """A run beside this one with what its first blocks have; this one is as before, until `cut_front`."""
-        upper = Run(self.parent, self.epoch, copy.copy(self.usage))
+        upper = copy.copy(self)
+        upper.children, upper.pins, upper.queued_gpu, upper.queued_cpu = NO_CHILDREN, (), None, None
+        upper.num_gpu_children = upper.num_cpu_children = upper.num_held_children = upper.num_held = 0
         upper.num_blocks = num_blocks
         upper.tokens = self.tokens[: num_blocks * block_bytes]
         upper.hashes = self.hashes[: num_blocks * HASH_BYTES]
@@ -217,14 +255,9 @@ class Run(msgspec.Struct, gc=False, eq=False):
         if self.extras is not None:
             upper.extras = {block: extra for block, extra in self.extras.items() if block < num_blocks} or None
         upper.gpu = self.gpu[: num_blocks * ID_BYTES]
-        if self.cpu:
-            upper.cpu = self.cpu[: max(0, num_blocks - self.cpu_start) * ID_BYTES]
-        upper.cpu_start = self.cpu_start
-        if self.sample is not None:
-            upper.sample = self.sample.front(num_blocks)
-        upper.num_stored, upper.num_offered = min(self.num_stored, num_blocks), min(self.num_offered, num_blocks)
-        upper.offered_use, upper.store_priority = self.offered_use, self.store_priority
-        upper.author = self.author
+        upper.cpu = self.cpu[: max(0, num_blocks - self.cpu_start) * ID_BYTES]
+        upper.sample = self.sample.front(num_blocks) if self.sample is not None else None
+        upper.stored = self.stored.front(num_blocks) if self.stored is not _NOT_STORED else _NOT_STORED
         return upper
 
     def cut_front(self, upper: Run, block_bytes: int) -> None:
@@ -236,11 +269,11 @@ class Run(msgspec.Struct, gc=False, eq=False):
         gpu, cpu = self.gpu[len(upper.gpu) :], self.cpu[len(upper.cpu) :]
         sample = self.sample.behind(cut) if self.sample is not None else None
         marks = self.block_marks[cut * MARK_BYTES :]
+        stored = self.stored.behind(cut) if self.stored is not _NOT_STORED else _NOT_STORED
         self.tokens, self.hashes, self.extras, self.gpu, self.cpu = tokens, hashes, extras, gpu, cpu
-        self.sample, self.block_marks = sample, marks
+        self.sample, self.block_marks, self.stored = sample, marks, stored
         self.num_blocks -= cut
         self.cpu_start = max(0, self.cpu_start - cut)
-        self.num_stored, self.num_offered = max(0, self.num_stored - cut), max(0, self.num_offered - cut)
 
     def take_in(self, lower: Run) -> None:
         """The reverse: have what the run behind it has, too; all of it or, on `MemoryError`, nothing."""
@@ -252,18 +285,23 @@ class Run(msgspec.Struct, gc=False, eq=False):
             marks = marks + lower.block_marks
         if lower.extras is not None:
             extras = {**(extras or {}), **{b + above: x for b, x in lower.extras.items()}}
+        stored = self.stored if self.stored is lower.stored is _NOT_STORED else self.stored.joined(lower.stored, above)
         if self.sample is not None and lower.sample is not None:  # see `EvictionPolicy.alike`
             self.sample = self.sample.joined(lower.sample)
         if not self.cpu:
             self.cpu_start = lower.cpu_start + above
         self.tokens, self.gpu, self.cpu, self.extras = tokens, gpu, cpu, extras
         self.hashes, self.block_marks = hashes, marks
-        if self.num_stored == above:
-            self.num_stored += lower.num_stored
-        if self.num_offered == above:
-            self.num_offered += lower.num_offered
-        self.offered_use, self.store_priority, self.author = lower.offered_use, lower.store_priority, lower.author
+        self.stored, self.author = stored, lower.author
+        self._take_use(lower)
         self.num_blocks += lower.num_blocks
+
+    def _take_use(self, lower: Run) -> None:
+        """Both were used as the run behind this one, but for the last use, which is the later one."""
+        self.last_used, self.used_last = max(self.last_used, lower.last_used), max(self.used_last, lower.used_last)
+        self.inserted, self.num_uses, self.is_shared = lower.inserted, lower.num_uses, lower.is_shared
+        self.hint, self.habit = lower.hint, lower.habit
+        self.gpu_since, self.cpu_since = lower.gpu_since, lower.cpu_since
 
     def cut(self, num_blocks: int, block_bytes: int) -> None:
         """Keep its first blocks alone; no tier has those behind them any more."""
@@ -279,8 +317,8 @@ class Run(msgspec.Struct, gc=False, eq=False):
         if self.sample is not None:
             self.sample.cut(num_blocks)
         self.num_blocks = num_blocks
-        self.num_stored = min(self.num_stored, num_blocks)
-        self.num_offered = min(self.num_offered, num_blocks)
+        if self.stored is not _NOT_STORED:
+            self.stored = self.stored.front(num_blocks)
 
     def cut_off(self) -> None:
         """Let go of all others, so that nothing refers to itself in a circle."""

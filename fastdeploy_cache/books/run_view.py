@@ -94,6 +94,6 @@ def _view(run: Run, parent: Run, namespace: str, first_block: int, names: BlockN
         cpu_block_ids=run.ids_in(CPU).tolist(),
         num_held=run.num_held,
         num_pins=sum(type(pin) is Pin for pin in run.pins),
-        last_used=run.usage.last_used,
-        num_uses=run.usage.num_uses,
+        last_used=run.last_used,
+        num_uses=run.num_uses,
     )

@@ -88,7 +88,7 @@ class CopyDown:
     def released(self, path: Sequence[Run]) -> int:
         """A path was used and is still pinned. Returns how many blocks should have been copied and could not be."""
         if self._selective and not self._through:
-            path = [run for run in path if run.usage.num_uses >= self._min_uses]
+            path = [run for run in path if run.num_uses >= self._min_uses]
         if self._through or self._selective:
             return self.store(path)
         if self._back and self._pool.num_free:
@@ -131,7 +131,7 @@ class CopyDown:
         with `into_free` none.
         Returns how many blocks should have been copied and could not be.
         """
-        firsts = [(run, run.num_stored if unstored else 0) for run in path if _num_uncopied(run) > 0]
+        firsts = [(run, run.stored.num_blocks if unstored else 0) for run in path if _num_uncopied(run) > 0]
         parts = [part for run, first in firsts if first < run.num_gpu for part in _uncopied(run, first)]
         wanted = sum([length for _, _, length in parts])
         if wanted < min_blocks or not parts:

@@ -116,7 +116,7 @@ class StoredSends:
     @staticmethod
     def _is_stored(pin: Pin) -> bool:
         *above, last = pin.run.path()
-        return last.num_stored >= pin.end and all(run.num_stored == run.num_blocks for run in above)
+        return last.stored.num_blocks >= pin.end and all(run.stored.num_blocks == run.num_blocks for run in above)
 
     def cancel(self, send: Send, why: Why = ("cancelled", "the sending side has cancelled it")) -> None:
         """Its caller does not want it any more, or its time is over."""

@@ -9,13 +9,13 @@ from typing import Any
 
 from fastdeploy_cache.books.large_dict import LargeDict, put
 from fastdeploy_cache.books.leaves.policy import Asked, Clock, Hints, LeastRecentlyUsed
-from fastdeploy_cache.books.run import DEFAULT_PRIORITY, Run, Tier, Usage
+from fastdeploy_cache.books.run import DEFAULT_PRIORITY, Hint, Run, Tier
 
 _MIN_SWEEP = 64
 _SWEPT = 4  # ends that each new one looks at while a sweep goes on
 _AT_ONCE = 128  # ends between two uses: about a millisecond, of very many
-Level = Callable[[Usage], float]
-Mark = Callable[[Usage, Hints, float], None]
+Level = Callable[[Run], float]
+Mark = Callable[[Run, Hints, float], None]
 
 
 class MostRecentlyUsed(LeastRecentlyUsed):
@@ -24,10 +24,10 @@ class MostRecentlyUsed(LeastRecentlyUsed):
     name = "mru"
 
     def rank(self, run: Run) -> Any:
-        return -run.usage.last_used
+        return -run.last_used
 
     def are_ranked_alike(self, upper: Run, lower: Run) -> bool:
-        return upper.usage.last_used == lower.usage.last_used
+        return upper.last_used == lower.last_used
 
 
 class FirstInFirstOut(LeastRecentlyUsed):
@@ -36,7 +36,7 @@ class FirstInFirstOut(LeastRecentlyUsed):
     name = "fifo"
 
     def rank(self, run: Run) -> Any:
-        return run.usage.inserted
+        return run.inserted
 
 
 class FirstInLastOut(LeastRecentlyUsed):
@@ -45,10 +45,10 @@ class FirstInLastOut(LeastRecentlyUsed):
     name = "filo"
 
     def rank(self, run: Run) -> Any:
-        return -run.usage.inserted
+        return -run.inserted
 
     def are_ranked_alike(self, upper: Run, lower: Run) -> bool:
-        return upper.usage.inserted == lower.usage.inserted
+        return upper.inserted == lower.inserted
 
 
 class LeastFrequentlyUsed(LeastRecentlyUsed):
@@ -57,10 +57,10 @@ class LeastFrequentlyUsed(LeastRecentlyUsed):
     name = "lfu"
 
     def rank(self, run: Run) -> Any:
-        return run.usage.num_uses, run.usage.last_used
+        return run.num_uses, run.last_used
 
     def are_ranked_alike(self, upper: Run, lower: Run) -> bool:
-        return upper.usage.num_uses == lower.usage.num_uses
+        return upper.num_uses == lower.num_uses
 
 
 class SegmentedLeastRecentlyUsed(LeastRecentlyUsed):
@@ -69,17 +69,17 @@ class SegmentedLeastRecentlyUsed(LeastRecentlyUsed):
     name = "slru"
 
     def rank(self, run: Run) -> Any:
-        return run.usage.num_uses >= 2, run.usage.last_used
+        return run.num_uses >= 2, run.last_used
 
     def are_ranked_alike(self, upper: Run, lower: Run) -> bool:
-        return (upper.usage.num_uses >= 2) == (lower.usage.num_uses >= 2)
+        return (upper.num_uses >= 2) == (lower.num_uses >= 2)
 
 
 _End = tuple[float, int, Run]
 
 
 class _ForATime(LeastRecentlyUsed):
-    """Ranks by a level that a request gives to what it used, until `usage.keep_until`; then by level 0."""
+    """Ranks by a level that a request gives to what it used, until `keep_until`; then by level 0."""
 
     def __init__(
         self, clock: Clock, level: Level, mark: Mark, *, keeps_borders: bool = False, num_uses: int = 0
@@ -96,15 +96,14 @@ class _ForATime(LeastRecentlyUsed):
 
     def rank(self, run: Run) -> Any:
         # What is over counts until it is ranked anew: else thousands that end at once would stand at wrong places.
-        usage = run.usage
-        is_marked = self._clock() < usage.keep_until or self._watched.get(run) is not None
-        return (self._level(usage) if is_marked else 0), usage.last_used
+        is_marked = self._clock() < run.hint.keep_until or self._watched.get(run) is not None
+        return (self._level(run) if is_marked else 0), run.last_used
 
     def use(self, path: Sequence[Run], request: Hints, asked: Asked) -> None:
         super().use(path, request, asked)
         until = math.inf if request.keep_seconds is None else self._clock() + request.keep_seconds
         for run in path:
-            self._mark(run.usage, request, until)
+            self._mark(run, request, until)
         self._push_leaves(path)
 
     def touch(self, path: Sequence[Run]) -> None:
@@ -113,7 +112,7 @@ class _ForATime(LeastRecentlyUsed):
 
     def push(self, run: Run, tier: Tier) -> None:
         super().push(run, tier)
-        until, known = run.usage.keep_until, self._watched.get(run)
+        until, known = run.hint.keep_until, self._watched.get(run)
         if self._clock() < until < (math.inf if known is None else known):
             self._watched = put(self._watched, run, until, hash)
             self._num_watches += 1
@@ -159,8 +158,7 @@ class _ForATime(LeastRecentlyUsed):
                             self.push(run, each)  # or watched for longer
 
     def are_ranked_alike(self, upper: Run, lower: Run) -> bool:
-        a, b = upper.usage, lower.usage
-        return (a.priority, a.keep_until) == (b.priority, b.keep_until)
+        return upper.hint == lower.hint
 
 
 class Priority(_ForATime):
@@ -188,22 +186,22 @@ class PinForATime(_ForATime):
         super().__init__(clock, _level_of_pinned, _mark_pinned, keeps_borders=keeps_borders, num_uses=num_uses)
 
 
-def _level_by_priority(usage: Usage) -> float:
-    return usage.priority - DEFAULT_PRIORITY
+def _level_by_priority(run: Run) -> float:
+    return run.hint.priority - DEFAULT_PRIORITY
 
 
-def _mark_priority(usage: Usage, request: Hints, until: float) -> None:
+def _mark_priority(run: Run, request: Hints, until: float) -> None:
     if request.priority is not None:
-        usage.priority, usage.keep_until = request.priority, until
+        run.hint = Hint(request.priority, until)
 
 
-def _level_of_pinned(_: Usage) -> float:
+def _level_of_pinned(_: Run) -> float:
     return 1
 
 
-def _mark_pinned(usage: Usage, request: Hints, until: float) -> None:
+def _mark_pinned(run: Run, request: Hints, until: float) -> None:
     if request.keep_seconds is not None:
-        usage.keep_until = max(usage.keep_until, until)
+        run.hint = Hint(run.hint.priority, max(run.hint.keep_until, until))
 
 
 RANKING_POLICIES: dict[str, type[LeastRecentlyUsed]] = {

@@ -19,7 +19,7 @@ Score = tuple[float, int]  # and the order of last use, of equal ones
 
 def rank_of(run: Run) -> int:
     """The place among all leaves: by class, then by last use."""
-    return run.usage.reuse_class << _USE_BITS | run.usage.last_used
+    return run.habit.reuse_class << _USE_BITS | run.last_used
 
 
 class LeafClasses:
@@ -112,7 +112,7 @@ class LeafClasses:
 
     def by_last_use(self) -> Generator[Run]:
         """All leaves in the order of their last use."""
-        yield from heapq.merge(*self._walks(), key=lambda run: run.usage.last_used)
+        yield from heapq.merge(*self._walks(), key=lambda run: run.last_used)
 
     def _walks(self) -> list[Generator[Run]]:
         return [self._order.walk(first, (number + 1) << _USE_BITS) for number, first in self._firsts.items()]

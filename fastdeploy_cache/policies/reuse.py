@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 
 from fastdeploy_cache.books.leaves.leaf_order import IsLeaf
 from fastdeploy_cache.books.leaves.policy import Asked, Clock, Hints, LeastRecentlyUsed, Split
-from fastdeploy_cache.books.run import TIERS, Run, Tier, Usage
+from fastdeploy_cache.books.run import TIERS, Habit, Run, Tier
 from fastdeploy_cache.policies.block_sampler import BlockSampler
 from fastdeploy_cache.policies.leaf_classes import LeafClasses, Score, rank_of
 from fastdeploy_cache.policies.reuse_history import (
@@ -87,7 +87,7 @@ class Reuse(LeastRecentlyUsed):
         self._sampler.shrink(run, first_block)
 
     def use(self, path: Sequence[Run], request: Hints, asked: Asked) -> None:
-        goes_on = path[-1].usage.num_uses > 0  # else its last run is new
+        goes_on = path[-1].num_uses > 0  # else its last run is new
         self._num_uses += 1
         self._chosen = [None, None]
         for leaves in self._leaves:
@@ -97,18 +97,17 @@ class Reuse(LeastRecentlyUsed):
         now = self._now = self._time()
         lost = self._observe(path, asked)
         if goes_on:
-            self._continue(path[-1].usage, now)
+            self._continue(path[-1], now)
         elif lost:
             path = self._remember(path, lost, now)
         observed = []
         for run in path:
-            usage, sample = run.usage, run.sample
-            usage.num_uses += 1
-            usage.used_at = now
-            usage.last_used = self._num_uses
-            usage.reuse_class = _class_of(usage, request, num_tokens)
+            sample, turn, gap = run.sample, run.habit.turn, run.habit.gap
+            run.num_uses += 1
+            run.last_used = self._num_uses
+            run.habit = habit = Habit(now, turn, gap, _class_of(run, request, num_tokens))
             if sample is not None and sample.keys:
-                note = Note(usage.reuse_class, usage.turn, usage.num_uses, usage.is_shared)
+                note = Note(habit.reuse_class, habit.turn, run.num_uses, run.is_shared)
                 observed.append((sample.keys, note))
         self._push_leaves(path)
         has_learned = self.history.observe(now, observed, self._sampler.num_resident)
@@ -136,9 +135,11 @@ class Reuse(LeastRecentlyUsed):
         return keys[num_hits:]
 
     @staticmethod
-    def _continue(usage: Usage, now: float) -> None:
+    def _continue(run: Run, now: float) -> None:
         """A request went on where a leaf ended."""
-        usage.turn, usage.gap = (1, 0.0) if usage.is_shared else (usage.turn + 1, now - usage.used_at)
+        habit = run.habit
+        turn, gap = (1, 0.0) if run.is_shared else (habit.turn + 1, now - habit.used_at)
+        run.habit = Habit(habit.used_at, turn, gap, habit.reuse_class)
 
     def _remember(self, path: Sequence[Run], lost: Sequence[int], now: float) -> Sequence[Run]:
         """A request made the last run of `path`: maybe again. Says of it what was known of its deepest lost block.
@@ -152,7 +153,7 @@ class Reuse(LeastRecentlyUsed):
                 continue
             used_at, note, ends_request = remembered
             if ends_request and not note.is_shared:
-                run.usage.turn, run.usage.gap = note.turn + 1, now - used_at
+                run.habit = Habit(run.habit.used_at, note.turn + 1, now - used_at, run.habit.reuse_class)
                 return path
             sample = run.sample
             at_end = sample is not None and key in sample.keys
@@ -161,9 +162,9 @@ class Reuse(LeastRecentlyUsed):
             if 0 < num_shared < run.num_blocks:
                 upper = self._split(run, num_shared)
                 path = [*path[:-1], upper, run]
-                run.usage.is_shared = False
+                run.is_shared = False
             if num_shared:
-                upper.usage.is_shared, upper.usage.num_uses = True, note.num_uses
+                upper.is_shared, upper.num_uses = True, note.num_uses
             return path
         return path
 
@@ -198,10 +199,10 @@ class Reuse(LeastRecentlyUsed):
         return self._clock() * _TICKS_PER_SECOND + self._num_referenced_tokens / _TOKENS_PER_TICK
 
     def _score(self, run: Run) -> Score:
-        table, usage = self.history.table, run.usage
+        table, habit = self.history.table, run.habit
         if table is None or self._is_lru:
-            return 0.0, usage.last_used
-        return score_at(table[usage.reuse_class], self._now - usage.used_at), usage.last_used
+            return 0.0, run.last_used
+        return score_at(table[habit.reuse_class], self._now - habit.used_at), run.last_used
 
     def coldest(self, tier: Tier) -> Generator[Run]:
         leaves = self._leaves[tier]
@@ -214,14 +215,14 @@ class Reuse(LeastRecentlyUsed):
         return self._score(run) < self._score(than)
 
     def alike(self, upper: Run, lower: Run) -> bool:
-        a, b = upper.usage, lower.usage
         have_samples = upper.sample is not None and lower.sample is not None
-        return have_samples and a.is_shared and b.is_shared and a.reuse_class == b.reuse_class
+        are_shared = have_samples and upper.is_shared and lower.is_shared
+        return are_shared and upper.habit.reuse_class == lower.habit.reuse_class
 
 
-def _class_of(usage: Usage, request: Hints, num_tokens: int) -> int:
-    if usage.is_shared:
-        return shared_class(usage.num_uses)
+def _class_of(run: Run, request: Hints, num_tokens: int) -> int:
+    if run.is_shared:
+        return shared_class(run.num_uses)
     if request.session_ended:
         return ENDED_CLASS
-    return PENDING_CLASS if request.tool_call_pending else private_class(usage.turn, usage.gap, num_tokens)
+    return PENDING_CLASS if request.tool_call_pending else private_class(run.habit.turn, run.habit.gap, num_tokens)

@@ -129,7 +129,7 @@ def _check_shape(tree: PrefixTree, run: Run, last_hashes: dict[Run, bytes], belo
     assert run.parent is not None and _hangs(tree, run), "run not under its key"
     assert run.extras is None or all(0 <= block < run.num_blocks for block in run.extras), "extra key off its run"
     assert len(run.hashes) % HASH_BYTES == 0 and len(run.hashes) <= run.num_blocks * HASH_BYTES
-    assert 0 <= run.num_stored <= run.num_blocks and 0 <= run.num_offered <= run.num_blocks
+    assert 0 <= run.stored.num_blocks <= run.num_blocks and 0 <= run.stored.num_offered <= run.num_blocks
     hashes = BlockHasher(tree.block_size).extend(last_hashes[run.parent], run.tokens, 0, run.num_blocks, run.extras)
     assert hashes.startswith(run.hashes), "hash chain broken"
     num_marked = len(run.block_marks) // MARK_BYTES

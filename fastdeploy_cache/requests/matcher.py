@@ -72,7 +72,7 @@ class Matcher:
         if request.images:
             active.trail.num_whole_blocks = num_found = request.whole_images(num_found, tree.block_size)
         if num_found:
-            active.trail.idle_since = path[-1].usage.used_last
+            active.trail.idle_since = path[-1].used_last
             self._pin(active, path, num_found)
         ids = gpu_ids(path, num_found)
         active.num_gpu_blocks = len(ids)

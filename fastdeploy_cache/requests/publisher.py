@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import NotCopied, Used
 from fastdeploy_cache.books.growing import grow, insert
-from fastdeploy_cache.books.run import CPU, Pin
+from fastdeploy_cache.books.run import CPU, Pin, Run
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.policies.load_or_compute import MIN_SAMPLE_TOKENS
+from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import SETTLED, ActiveRequest
 from fastdeploy_cache.requests.listener import COMMITTED, RequestListener
 from fastdeploy_cache.requests.matcher import Matcher
@@ -79,13 +82,20 @@ class Publisher:
         if num_blocks < active.asked.num_asked and active.trail.computing_key is not None:
             self._misses.committed(active)
         assert pin is not None
-        if active.request.is_hinted and active.request.priority is not None:
-            pin.run.store_priority = active.request.priority
+        if active.request.is_hinted:
+            self._note_priority((pin.run,), active.request)
         if (listener := self._listener) is not None:
             note = listener.note
             note((COMMITTED, active.trail.number, active.num_computed_tokens, len(active.block_ids)))
         if self._has_copies:
             self._copy_down.committed(pin.run, num_blocks - start)
+
+    @staticmethod
+    def _note_priority(path: Sequence[Run], request: Request) -> None:
+        """For storage, which may take what matters alone."""
+        for run in path:
+            if request.priority is not None and run.stored.priority != request.priority:
+                run.stored = run.stored.but(priority=request.priority)
 
     def release(self, active: ActiveRequest) -> None:
         """Note the use, copy the rest down, take the pin back."""
@@ -118,9 +128,8 @@ class Publisher:
             self._books.use(path, request, active.asked)
         if self._has_copies or request.is_hinted:
             path = pin.run.path()  # the policy may have cut it
-        if request.is_hinted and request.priority is not None:
-            for run in path:
-                run.store_priority = request.priority
+        if request.is_hinted:
+            self._note_priority(path, request)
         num_skipped = self._copy_down.released(path) if self._has_copies else 0
         if Used in self._books.listeners:
             self._books.note(Used(Pin(pin.run, pin.end), has_uncopied=num_skipped > 0))

@@ -129,5 +129,4 @@ class StorageAudits:
             is_there = run.parent is not None and run.num_blocks >= num_blocks
             # it was not cut, merged or evicted meanwhile
             if is_there and self._tree.names.of(run, num_blocks - 1, num_blocks) == last_hash:
-                run.num_stored = min(run.num_stored, num_found)
-                run.num_offered = min(run.num_offered, num_found)
+                run.stored = run.stored.front(num_found)

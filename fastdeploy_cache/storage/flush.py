@@ -34,7 +34,7 @@ class Flush:
             with self._books:
                 # only now: copies make room for themselves among what is written
                 runs = self._unstored_runs()
-                num_left = sum(run.num_blocks - run.num_stored for run in runs)
+                num_left = sum(run.num_blocks - run.stored.num_blocks for run in runs)
                 if not runs:
                     break
                 if num_before is not None and num_left >= num_before:
@@ -51,7 +51,7 @@ class Flush:
         num_room = self._books.residency.num_available(CPU)
         for run in runs:
             if num_room > 0:
-                num_room -= max(0, run.num_gpu - run.num_stored)
+                num_room -= max(0, run.num_gpu - run.stored.num_blocks)
                 self._movement.copy_down.store((run,), unstored=True)
 
     def _is_all_there(self, deadline: float) -> bool:
@@ -72,4 +72,4 @@ class Flush:
 
     def _unstored_runs(self) -> list[Run]:
         tree = self._books.tree
-        return [run for run in tree.runs() if run.epoch == tree.epoch and run.num_stored < run.num_blocks]
+        return [run for run in tree.runs() if run.epoch == tree.epoch and run.stored.num_blocks < run.num_blocks]

@@ -62,7 +62,7 @@ class WriteOut:
             self._writes.pump()
 
     def _is_due(self, run: Run) -> bool:
-        return self._min_uses == 1 or run.usage.num_uses >= self._min_uses
+        return self._min_uses == 1 or run.num_uses >= self._min_uses
 
     def write(self, runs: Sequence[Run]) -> None:
         """Offer these, whatever the policy says: what has no copy yet as soon as it has one."""
@@ -81,9 +81,9 @@ class WriteOut:
         """Blocks of a run are in storage: where the rest waits for room in the CPU tier, their copies make it."""
         if run not in self._asked:
             return
-        if run.num_stored >= run.num_gpu:
+        if run.stored.num_blocks >= run.num_gpu:
             del self._asked[run]
-        elif run.num_stored >= run.cpu_end:
+        elif run.stored.num_blocks >= run.cpu_end:
             self._tree.residency.drop_spare_copies(run)
             self._copy_down.store((run,), unstored=True)
 

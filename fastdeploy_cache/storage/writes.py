@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_names import BlockNames
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.run import CPU, Run
+from fastdeploy_cache.books.run import CPU, Run, Stored
 from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.storage.prefetch import StorageLimits
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
@@ -70,7 +70,7 @@ class StorageWrites:
     def forget_stored(self) -> None:
         """It is another store, or one that may have lost what was not durable."""
         for run in self._tree.runs():
-            run.num_stored = run.num_offered = 0
+            run.stored = run.stored.front(0)
 
     def find_lost_marks(self, runs: Iterable[Run]) -> None:
         """Where a run was cut or joined while it was being written, nobody has noted that storage has it: let these
@@ -80,15 +80,15 @@ class StorageWrites:
             being_written = {write.run for write in self._writes.values()}
             for run in runs:
                 if run not in being_written:
-                    run.num_offered = min(run.num_offered, run.num_stored)
+                    run.stored = _offered_up_to(run.stored, run.stored.num_blocks)
 
     # -- the queue
 
     def offer(self, run: Run) -> None:
         """The run was used once more: what storage has declined is offered again, but not what it is just taking."""
-        num_uses = max(1, run.usage.num_uses)  # computing it is its first use
-        if num_uses != run.offered_use and not any(write.run is run for write in self._writes.values()):
-            run.offered_use, run.num_offered = num_uses, 0
+        num_uses = max(1, run.num_uses)  # computing it is its first use
+        if num_uses != run.stored.offered_use and not any(write.run is run for write in self._writes.values()):
+            run.stored = run.stored.but(offered_use=num_uses, num_offered=0)
         self.queue(run)
 
     def queue(self, run: Run) -> None:
@@ -101,7 +101,7 @@ class StorageWrites:
 
     @staticmethod
     def _start_of(run: Run) -> int:
-        return max(run.num_stored, run.num_offered)
+        return max(run.stored.num_blocks, run.stored.num_offered)
 
     def _is_there(self, run: Run) -> bool:
         """Whether what comes next to be written of a run has a copy."""
@@ -150,7 +150,7 @@ class StorageWrites:
             *above, _ = run.path()
             tokens = b"".join([bytes(upper.tokens) for upper in above])
             tokens += bytes(run.tokens[: (start + num_blocks) * self._tree.block_bytes])
-        task = self._link.new_task(TaskKind.WRITE, hashes, sources=ids, token_ids=tokens, priority=run.store_priority)
+        task = self._link.new_task(TaskKind.WRITE, hashes, sources=ids, token_ids=tokens, priority=run.stored.priority)
         # Noted before it can go out: blocks that are not known to be read are given out again, and what is filled into
         # them would be written under the hash of what was there.
         self._pool.begin_reading(ids)
@@ -159,7 +159,7 @@ class StorageWrites:
         except BaseException:
             self._pool.end_reading(ids)
             raise
-        run.num_offered = start + num_blocks
+        run.stored = run.stored.but(num_offered=start + num_blocks)
         self._num_writing += num_blocks
         self._link.outbox.put(task)
 
@@ -177,10 +177,16 @@ class StorageWrites:
             self._has_lost_marks = True
         else:
             if result.error is not None:
-                run.num_offered = min(run.num_offered, write.start)
-            elif run.num_stored >= write.start:
-                run.num_stored = max(run.num_stored, write.start + num_stored)
+                run.stored = _offered_up_to(run.stored, write.start)
+            elif run.stored.num_blocks >= write.start:
+                num_there = max(run.stored.num_blocks, write.start + num_stored)
+                run.stored = run.stored.but(num_blocks=num_there)
                 written = run
-            if num_stored < len(write.ids) and result.error is None and run.usage.num_uses > run.offered_use:
+            if num_stored < len(write.ids) and result.error is None and run.num_uses > run.stored.offered_use:
                 self.offer(run)  # it was used again meanwhile
         return written
+
+
+def _offered_up_to(stored: Stored, num_blocks: int) -> Stored:
+    """No more of the run counts as offered."""
+    return stored.but(num_offered=min(stored.num_offered, num_blocks))

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fastdeploy_cache.books.leaves.leaf_order import LeafOrder
-from fastdeploy_cache.books.run import GPU, Run, Tier, Usage
+from fastdeploy_cache.books.run import GPU, Habit, Run, Tier
 from fastdeploy_cache.policies.leaf_classes import LeafClasses, rank_of
 
 
@@ -27,12 +27,11 @@ class _Leaves:
         return run in self.alive
 
     def score(self, run: Run) -> tuple[float, int]:
-        usage = run.usage
-        return (0.0 if self.is_lru else 1.0 + usage.reuse_class % 5, usage.last_used)
+        return (0.0 if self.is_lru else 1.0 + run.habit.reuse_class % 5, run.last_used)
 
     def use(self, run: Run) -> None:
         self.num_uses += 1
-        run.usage.last_used, run.usage.reuse_class = self.num_uses, self.random.randrange(12)
+        run.last_used, run.habit = self.num_uses, Habit(reuse_class=self.random.randrange(12))
         self.alive.add(run)
         self.order.push(run)
         self.classes.push(run)
@@ -49,7 +48,7 @@ class _Leaves:
 def test_the_lowest_is_found(num_leaves: int, is_lru: bool) -> None:
     """Where ages do not change a score, the first leaf of a class is its lowest: then it is the lowest of all."""
     leaves = _Leaves(is_lru, num_leaves)
-    runs = [Run(None, 0, Usage()) for _ in range(num_leaves)]
+    runs = [Run(None, 0) for _ in range(num_leaves)]
     for run in runs:
         leaves.use(run)
     for _ in range(2000):
@@ -64,23 +63,23 @@ def test_the_lowest_is_found(num_leaves: int, is_lru: bool) -> None:
 def test_all_are_walked_by_last_use() -> None:
     """Copying ahead under `lru` sees every leaf once, the one that was used longest ago first."""
     leaves = _Leaves(is_lru=True, seed=1)
-    runs = [Run(None, 0, Usage()) for _ in range(300)]
+    runs = [Run(None, 0) for _ in range(300)]
     for run in runs * 2:
         leaves.use(run)
     walked = list(leaves.classes.by_last_use())
-    assert walked == sorted(runs, key=lambda run: run.usage.last_used)
+    assert walked == sorted(runs, key=lambda run: run.last_used)
     some = leaves.classes.some(48)
-    assert len(some) == 48 and len({run.usage.reuse_class for run in some}) == 12
+    assert len(some) == 48 and len({run.habit.reuse_class for run in some}) == 12
 
 
 def test_the_youngest_may_have_the_lowest_score() -> None:
     """Where scores fall and rise with the age, leaves of all ages are looked at, not only the oldest."""
     leaves = _Leaves(is_lru=False, seed=2)
-    ages = {run: number for number, run in enumerate(Run(None, 0, Usage()) for _ in range(600))}
-    leaves.classes._score = lambda run: (float(abs(ages[run] - 300)), run.usage.last_used)
+    ages = {run: number for number, run in enumerate(Run(None, 0) for _ in range(600))}
+    leaves.classes._score = lambda run: (float(abs(ages[run] - 300)), run.last_used)
     for run in ages:
         leaves.num_uses += 1
-        run.usage.last_used = leaves.num_uses
+        run.last_used = leaves.num_uses
         leaves.alive.add(run)
         leaves.order.push(run)
     leaves.classes.push(next(iter(ages)))
@@ -92,7 +91,7 @@ def test_the_youngest_may_have_the_lowest_score() -> None:
 def test_leaves_that_were_used_behind_the_last_counted_use_are_found() -> None:
     """A touch raises a rank before anybody has counted it: the leaf of that rank is scored all the same."""
     leaves = _Leaves(is_lru=False, seed=3)
-    runs = [Run(None, 0, Usage(last_used=1000 + number)) for number in range(100)]
+    runs = [Run(None, 0, last_used=1000 + number) for number in range(100)]
     leaves.alive.update(runs)
     for run in runs:
         leaves.order.push(run)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fastdeploy_cache.books.leaves.leaf_order import PIECE, LeafOrder
-from fastdeploy_cache.books.run import GPU, Run, Tier, Usage
+from fastdeploy_cache.books.run import GPU, Run, Tier
 
 
 class Leaves:
@@ -15,7 +15,7 @@ class Leaves:
 
     def __init__(self) -> None:
         self.gone: set[int] = set()
-        self.order = LeafOrder(GPU, lambda run: run.usage.last_used, self.is_leaf, [])
+        self.order = LeafOrder(GPU, lambda run: run.last_used, self.is_leaf, [])
         self.known: list[Run] = []  # as they came
 
     def is_leaf(self, run: Run, tier: Tier) -> bool:
@@ -24,19 +24,19 @@ class Leaves:
 
     def push(self, run: Run) -> None:
         """Equal ones stand as they came, and one whose rank is as before keeps its place."""
-        if run.queued_gpu != run.usage.last_used:
+        if run.queued_gpu != run.last_used:
             self.known = [each for each in self.known if each is not run]
             self.known.append(run)
         self.order.push(run)
 
     def expected(self) -> list[Run]:
         """What a stable sort says."""
-        return sorted([run for run in self.known if id(run) not in self.gone], key=lambda run: int(run.usage.last_used))
+        return sorted([run for run in self.known if id(run) not in self.gone], key=lambda run: int(run.last_used))
 
 
 def new_run(last_used: int) -> Run:
     """A run of that rank."""
-    return Run(None, 0, Usage(last_used=last_used))
+    return Run(None, 0, last_used=last_used)
 
 
 @pytest.mark.parametrize("spread", [1, 100_000])
@@ -48,7 +48,7 @@ def test_leaves_come_in_the_order_of_their_ranks(spread: int) -> None:
             run = choose.choice(leaves.known)
             what = choose.randrange(3)
             if what == 0:
-                run.usage.last_used = choose.randrange(spread)
+                run.last_used = choose.randrange(spread)
                 leaves.push(run)
             elif what == 1:
                 leaves.known.remove(run)
@@ -71,7 +71,7 @@ def test_a_rank_that_nobody_has_told_of_is_put_right() -> None:
     first, second, third = (new_run(rank) for rank in (1, 2, 3))
     for run in (first, second, third):
         leaves.push(run)
-    first.usage.last_used = 3
+    first.last_used = 3
     assert list(leaves.order.walk()) == [second, third, first]
     assert leaves.order.first() is second
     leaves.gone.add(id(second))
@@ -87,17 +87,17 @@ def test_no_step_goes_through_many_leaves() -> None:
         num_looks += 1
         return True
 
-    order = LeafOrder(GPU, lambda run: run.usage.last_used, is_leaf, [])
+    order = LeafOrder(GPU, lambda run: run.last_used, is_leaf, [])
     runs = [new_run(number) for number in range(num_leaves)]
     for run in runs:
         order.push(run)
     for number, run in enumerate(runs[1:], num_leaves):  # all but the first are used again, the first goes
-        run.usage.last_used = number
+        run.last_used = number
         order.push(run)
     order.pull(runs[0])
     assert order.first() is runs[1]
     assert num_looks == 1
-    following = LeafOrder(GPU, lambda run: run.usage.last_used, is_leaf, order.pieces)
+    following = LeafOrder(GPU, lambda run: run.last_used, is_leaf, order.pieces)
     num_left = [sum(len(ranks) for ranks, _ in following.pieces)]
     for number in range(2):
         following.push(new_run(number))

@@ -135,10 +135,10 @@ def test_a_run_that_was_cut_while_it_was_written() -> None:
         assert any(write.run is run for write in cache.storage._tier.writes._writes.values()), "it is being written"
         tree.split(run, 3)
     rig.land_all()
-    assert [run.num_stored for run in tree.runs()] != [run.num_blocks for run in tree.runs()]
+    assert [run.stored.num_blocks for run in tree.runs()] != [run.num_blocks for run in tree.runs()]
     rig.store.answers_at_once = True
     assert cache.storage.flush(SECONDS)
-    assert all(run.num_stored == run.num_blocks for run in tree.runs())
+    assert all(run.stored.num_blocks == run.num_blocks for run in tree.runs())
     rig.finish()
 
 

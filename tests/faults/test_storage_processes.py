@@ -296,7 +296,7 @@ def test_a_prompt_longer_than_the_cpu_tier_goes_through_it(tmp_path: Path, tp_si
     with PrefixCacheManager(config) as cache:
         Engine(cache, tp_size).serve(tokens)
         deadline = time.monotonic() + SECONDS
-        while [run for run in cache._books.tree.runs() if run.num_stored < run.num_blocks]:
+        while [run for run in cache._books.tree.runs() if run.stored.num_blocks < run.num_blocks]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         cache.check_invariants()

@@ -158,7 +158,7 @@ class GuardedPolicy:
         """Let `lru` take over. Walks the tree, once."""
         self._mishaps.note("policy")
         self._moving = None
-        num_uses = max((run.usage.last_used for run in self._runs()), default=0)
+        num_uses = max((run.last_used for run in self._runs()), default=0)
         keeps_borders = getattr(self.chosen, "keeps_borders", False)
         chosen = LeastRecentlyUsed(lambda: 0.0, keeps_borders=keeps_borders, num_uses=num_uses)
         self._serve_by(chosen)

@@ -113,7 +113,7 @@ class LeastRecentlyUsed:
 
     def rank(self, run: Run) -> Any:
         """Lowest goes first."""
-        return run.usage.last_used
+        return run.last_used
 
     def clear(self, is_leaf: IsLeaf, split: Split) -> None:  # noqa: ARG002
         past = [order.pieces for order in self._orders] or [[], []]
@@ -122,13 +122,13 @@ class LeastRecentlyUsed:
 
     def use(self, path: Sequence[Run], request: Hints, asked: Asked) -> None:  # noqa: ARG002
         for run in path:
-            run.usage.num_uses += 1
+            run.num_uses += 1
         self.touch(path)
 
     def touch(self, path: Sequence[Run]) -> None:
         self._num_uses += 1
         for run in path:
-            run.usage.last_used = self._num_uses
+            run.last_used = self._num_uses
         self._push_leaves(path)
 
     def _push_leaves(self, path: Sequence[Run]) -> None:
@@ -141,7 +141,7 @@ class LeastRecentlyUsed:
 
     def grow(self, run: Run, first_block: int) -> None:  # noqa: ARG002
         if self.keeps_borders:
-            run.usage.is_shared = True  # what comes next becomes a run of its own
+            run.is_shared = True  # what comes next becomes a run of its own
 
     def shrink(self, run: Run, first_block: int) -> None:
         pass

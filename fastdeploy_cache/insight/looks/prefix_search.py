@@ -89,8 +89,7 @@ class PrefixSearch:
     def _look_below(self, run: Run, depth: int) -> Iterator[None]:
         best, num_prefixes = self._best, self._num_prefixes
         for child in runs_in(run.children):
-            usage = child.usage
-            if len(best) < num_prefixes or (usage.num_uses, usage.last_used) > best[0][0][:2]:
+            if len(best) < num_prefixes or (child.num_uses, child.last_used) > best[0][0][:2]:
                 self._note(child, depth)
             yield
 
@@ -99,7 +98,7 @@ class PrefixSearch:
             return
         self._seen.add(run)
         self._num_found += 1
-        rank = run.usage.num_uses, run.usage.last_used, -self._num_found
+        rank = run.num_uses, run.last_used, -self._num_found
         found = _Found(run, depth)
         heapq.heappush(self._best, (rank, found))
         if len(self._best) > self._num_prefixes:
@@ -128,8 +127,7 @@ class PrefixSearch:
         while root.parent is not None:
             num_blocks += root.num_blocks
             root = root.parent
-        usage = run.usage
-        used_last = usage.used_last or usage.gpu_since or usage.cpu_since
+        used_last = run.used_last or run.gpu_since or run.cpu_since
         return PrefixView(
             name=tree.names.of_last(run).hex()[:_NAME_DIGITS],
             namespace="default" if tree.roots.get("") is root else root.hashes.hex()[:_NAMESPACE_DIGITS],
@@ -140,7 +138,7 @@ class PrefixSearch:
             num_cpu_blocks=run.num_in(CPU, run.num_blocks),
             num_held_blocks=run.num_held,
             is_pinned=any(pin in self._books.pinned for pin in run.pins),
-            num_uses=run.usage.num_uses,
+            num_uses=run.num_uses,
             idle_seconds=max(0.0, now - used_last) if used_last else None,
             num_children=len(run.children),
         )
