@@ -1,8 +1,9 @@
 /* The fast halves of fastdeploy_cache/books/tokens.py, a list of token ids as packed little-endian int32, and of
  * fastdeploy_cache/books/block_marks.py, short marks of packed blocks. That of id_table.py has a file of its own.
  *
- * Never needed: where it was not built, Python does the same. Packing takes lists and tuples of plain integers only,
- * and answers None for all else, so that one place alone decides what is accepted and words the errors.
+ * Never needed: where it was not built, Python does the same. Packing takes lists and tuples of plain integers and
+ * arrays of int32 only, and answers None for all else, so that one place alone decides what is accepted and words the
+ * errors.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -34,7 +35,40 @@ static long token_id_of(PyObject *object)
     return overflow == 0 && 0 <= value && value <= MAX_TOKEN_ID ? value : -1;
 }
 
-static PyObject *pack_list(PyObject *module, PyObject *token_ids)
+/* The tokens of an array of int32 in one dimension, in one piece; None: it is none, or one of them is negative. */
+static PyObject *pack_array(PyObject *array)
+{
+    Py_buffer buffer;
+    if (PyObject_GetBuffer(array, &buffer, PyBUF_ND | PyBUF_FORMAT) < 0) {
+        PyErr_Clear(); /* a memory view of other strides, say: looked at by Python */
+        Py_RETURN_NONE;
+    }
+    PyObject *packed = NULL;
+    int is_plain = buffer.ndim == 1 && buffer.itemsize == TOKEN_BYTES && buffer.format != NULL;
+    if (is_plain && strcmp(buffer.format, "i") == 0 && PY_LITTLE_ENDIAN) {
+        packed = PyBytes_FromStringAndSize(NULL, buffer.len);
+        if (packed == NULL) {
+            PyBuffer_Release(&buffer);
+            return NULL;
+        }
+        const char *in = buffer.buf;
+        char *out = PyBytes_AS_STRING(packed);
+        uint32_t all = 0;
+        for (Py_ssize_t i = 0; i < buffer.len; i += TOKEN_BYTES) {
+            uint32_t token_id;
+            memcpy(&token_id, in + i, TOKEN_BYTES);
+            memcpy(out + i, &token_id, TOKEN_BYTES);
+            all |= token_id;
+        }
+        if (all >> 31) { /* the sign of one of them */
+            Py_CLEAR(packed);
+        }
+    }
+    PyBuffer_Release(&buffer);
+    return packed != NULL ? packed : Py_NewRef(Py_None);
+}
+
+static PyObject *pack_plain(PyObject *module, PyObject *token_ids)
 {
     PyObject **items;
     Py_ssize_t num_tokens;
@@ -44,6 +78,8 @@ static PyObject *pack_list(PyObject *module, PyObject *token_ids)
     } else if (PyTuple_CheckExact(token_ids)) {
         items = ((PyTupleObject *)token_ids)->ob_item;
         num_tokens = PyTuple_GET_SIZE(token_ids);
+    } else if (PyObject_CheckBuffer(token_ids)) {
+        return pack_array(token_ids);
     } else {
         Py_RETURN_NONE;
     }
@@ -189,7 +225,7 @@ static PyObject *block_marks(PyObject *module, PyObject *const *arguments, Py_ss
 
 static PyMethodDef methods[] = {
     {"block_marks", (PyCFunction)(void (*)(void))block_marks, METH_FASTCALL, "Four bytes for each of some blocks."},
-    {"pack_list", pack_list, METH_O, "The tokens of a list or tuple of plain integers, 0 to 2**31 - 1; else None."},
+    {"pack_plain", pack_plain, METH_O, "The tokens of a list, tuple or array of int32, 0 to 2**31 - 1; else None."},
     {"place_key", (PyCFunction)(void (*)(void))place_key, METH_FASTCALL, "64 bits for a block at its place."},
     {NULL, NULL, 0, NULL},
 };

@@ -36,17 +36,20 @@ def test_it_is_built_without_a_warning_and_packs(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     (module,) = (tmp_path / "fastdeploy_cache").iterdir()
     code = (
-        "import importlib.util as util, sys\n"
+        "import array, importlib.util as util, sys\n"
         "spec = util.spec_from_file_location('fastdeploy_cache._native', sys.argv[1])\n"
         "native = util.module_from_spec(spec)\n"
         "spec.loader.exec_module(native)\n"
-        "print(native.pack_list([1, 2**31 - 1]).hex(), native.pack_list((0,)).hex(), native.pack_list([]))\n"
-        "print([native.pack_list(odd) for odd in ([True], [-1], [2**31], [1.0], 'a', range(3), None)])\n"
+        "print(native.pack_plain([1, 2**31 - 1]).hex(), native.pack_plain((0,)).hex(), native.pack_plain([]))\n"
+        "arrays = [array.array(kind, [5, 0, 2**31 - 1]) for kind in 'iIq'] + [array.array('i', [5, -1])]\n"
+        "print([native.pack_plain(each) and native.pack_plain(each).hex() for each in arrays])\n"
+        "print([native.pack_plain(odd) for odd in ([True], [-1], [2**31], [1.0], 'a', b'abcd', range(3), None)])\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", code, str(module)], capture_output=True, text=True, timeout=60, check=True
     )
-    assert result.stdout.splitlines() == ["01000000ffffff7f 00000000 b''", str([None] * 7)]
+    arrays = str(["0500000000000000ffffff7f", None, None, None])
+    assert result.stdout.splitlines() == ["01000000ffffff7f 00000000 b''", arrays, str([None] * 8)]
 
 
 def test_without_a_compiler_the_rest_is_installed(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from fastdeploy_cache.books.tokens import IS_NATIVE, PackedTokens, TokenIds, pack_list
+from fastdeploy_cache.books.tokens import IS_NATIVE, PackedTokens, TokenIds, pack_plain
 
 _FEWEST = 4096 if IS_NATIVE else 256  # tokens; fewer are packed in no time
 _NUM_TIMES = 3  # most lists come once or twice: no copy is made of these
@@ -48,7 +48,7 @@ class RepeatedLists:
                 known.num_times = 0
             elif known.num_times == _NUM_TIMES and self.num_tokens + len(token_ids) <= self._max_tokens:
                 copy = token_ids.copy()  # first, and packed from there: another thread may write into the list
-                packed = pack_list(copy)
+                packed = pack_plain(copy)
                 if packed is not None:  # nothing but plain integers, which nobody can change
                     known.token_ids, known.packed = copy, PackedTokens(packed)
                     self.num_tokens += len(copy)

@@ -1,6 +1,7 @@
 """Token ids as packed little-endian int32.
 
-A list of plain integers, the common case, is packed in one go: by `_native.c` where that was built, else in Python.
+Plain integers in a list or an array, the common case, are packed in one go: by `_native.c` where that was built, else
+in Python.
 Whatever else there is to take or to refuse is found out in one place, slowly, by NumPy's rules.
 """
 
@@ -21,8 +22,8 @@ from fastdeploy_cache.errors import RequestError
 TokenIds = Sequence[int] | np.ndarray[Any, Any]
 PackList = Callable[[object], bytes | None]
 _MAX_TOKEN_ID = 2**31 - 1
-_FEW, _FEW_OF_ARRAY = 16, 512  # up to where the plain way is the faster one
-_NDARRAY, _INT32, _HIGHEST = np.ndarray, np.dtype(np.int32), np.maximum.reduce
+_FEW = 16  # up to where the plain way is the faster one
+_INT32 = np.dtype(np.int32)
 _PIECE = 2048  # tokens; what is looked at twice is still in the nearest cache
 _ORDER = "" if sys.byteorder == "little" else "<"  # the machine's own order is the faster one
 
@@ -34,11 +35,15 @@ class PackedTokens:
     tokens: bytes
 
 
-def pack_list_in_python(token_ids: object) -> bytes | None:
-    """The tokens of a list or tuple of integers, 0 to 2**31 - 1; None: it is none, or has something else in it.
+def pack_plain_in_python(token_ids: object) -> bytes | None:
+    """The tokens of a list or tuple of integers, or of an array of int32, 0 to 2**31 - 1; None: it is none, or has
+    something else in it.
 
     Subclasses of `int` may pass, but not `bool` (`struct` takes whatever has `__index__`): `pack` decides about these.
     """
+    if type(token_ids) is np.ndarray and token_ids.dtype is _INT32 and token_ids.ndim == 1:
+        packed = token_ids.astype("<i4", copy=False).tobytes() if _ORDER else token_ids.tobytes()
+        return packed if not packed or int(token_ids.min()) >= 0 else None
     if type(token_ids) is not list and type(token_ids) is not tuple:
         return None
     num_tokens = len(token_ids)
@@ -63,31 +68,22 @@ def pack_list_in_python(token_ids: object) -> bytes | None:
 
 
 try:
-    from fastdeploy_cache._native import pack_list as _native
+    from fastdeploy_cache._native import pack_plain as _native
 except ImportError:  # there was no compiler where this was installed
-    _native = pack_list_in_python
-pack_list: Final[PackList] = _native  # the faster one
-IS_NATIVE: Final = pack_list is not pack_list_in_python
+    _native = pack_plain_in_python
+pack_plain: Final[PackList] = _native  # the faster one
+IS_NATIVE: Final = pack_plain is not pack_plain_in_python
 
 
-def pack(request_id: str, token_ids: TokenIds | PackedTokens, packer: PackList = pack_list) -> bytes:
+def pack(request_id: str, token_ids: TokenIds | PackedTokens, packer: PackList = pack_plain) -> bytes:
     """The tokens of a flat list, tuple, array or the like of integers, 0 to 2**31 - 1.
 
     Raises:
         RequestError: it is none; the token that cannot be is named, and the request.
     """
-    if type(token_ids) is _NDARRAY and token_ids.dtype is _INT32 and token_ids.ndim == 1:  # the common one but lists
-        packed = token_ids.astype("<i4", copy=False).tobytes() if _ORDER else token_ids.tobytes()
-        if token_ids.size <= _FEW_OF_ARRAY:
-            is_good = packed[3::4].isascii()
-        else:  # the same in one pass: a negative id is a large one without its sign
-            is_good = int(_HIGHEST(token_ids.view(np.uint32))) <= _MAX_TOKEN_ID
-        if is_good:
-            return packed
-    else:
-        found = packer(token_ids)
-        if found is not None:
-            return found
+    found = packer(token_ids)
+    if found is not None:
+        return found
     if type(token_ids) is PackedTokens:
         return token_ids.tokens
     values = _as_array(request_id, token_ids)

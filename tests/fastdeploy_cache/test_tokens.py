@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdeploy_cache.books.tokens import IS_NATIVE, PackedTokens, PackList, pack, pack_list, pack_list_in_python
+from fastdeploy_cache.books.tokens import IS_NATIVE, PackedTokens, PackList, pack, pack_plain, pack_plain_in_python
 from fastdeploy_cache.errors import RequestError
 
 WANTED = np.array([5, 0, 2**31 - 1], dtype="<i4").tobytes()
 LENGTHS = (1, 2, 16, 17, 2048, 2049, 5000)  # around what is packed in another way
-native = pytest.param(pack_list, id="native", marks=pytest.mark.skipif(not IS_NATIVE, reason="it was not built here"))
-PACKERS = [pytest.param(pack_list_in_python, id="python"), native]
+native = pytest.param(pack_plain, id="native", marks=pytest.mark.skipif(not IS_NATIVE, reason="it was not built here"))
+PACKERS = [pytest.param(pack_plain_in_python, id="python"), native]
 
 
 class Level(enum.IntEnum):

@@ -20,7 +20,7 @@ from fastdeploy_cache.adapters.slots.pages import (
     slots_of,
 )
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
-from fastdeploy_cache.books.tokens import PackedTokens, pack_list
+from fastdeploy_cache.books.tokens import PackedTokens, pack_plain
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
@@ -200,7 +200,7 @@ class RadixPrefixCache:
 
     @staticmethod
     def _request(input_ids: Integers) -> Request | None:
-        packed = pack_list(input_ids)  # a plain list is packed as it is
+        packed = pack_plain(input_ids)  # a plain list is packed as it is
         tokens = PackedTokens(packed) if packed is not None else as_integers(input_ids)
         return Request(request_id="names tokens", prompt_token_ids=tokens) if len(input_ids) else None
 
