@@ -69,11 +69,10 @@ def _remove_leaves(residency: Residency, tier: Tier, runs: list[Run], gone: _Gon
     ids are the caller's to free."""
     policy, size, why = residency.policy, residency.block_bytes, _LOSSES[tier]
     sizes = [run.num_blocks for run in runs]
-    for run in runs:  # first of all: it may need memory
-        gone.ids.frombytes(run.cpu if tier else run.gpu)
+    gone.ids.frombytes(b"".join([run.cpu if tier else run.gpu for run in runs]))  # first of all: it may need memory
     # `Ages`, the first to hear of what leaves, and `LostBlocks`, the first of what ends, hear of all at once
     all_left, all_ended = residency.taps.left[1:], residency.taps.ended[1:]
-    for run in runs:
+    for run in runs if all_left or all_ended or policy.hears_losses or not policy.has_marks else ():
         for left in all_left:
             left(run, tier, 0, run.num_blocks, why)
         for ended in all_ended:
@@ -90,7 +89,10 @@ def _remove_leaves(residency: Residency, tier: Tier, runs: list[Run], gone: _Gon
         if len(key) != size or run.extras is not None or type(key) is not bytes:
             key = residency.key(run)
         has_no_other = parent.remove_leaf(key, tier)
-        run.gpu = run.cpu = b""
+        if tier:
+            run.cpu = b""
+        else:
+            run.gpu = b""
         gone.num_blocks += num_blocks
         run.forget()
         if has_no_other:

@@ -111,13 +111,14 @@ class LostBlocks:
 
     def ended_together(self, runs: Sequence[Run], kind: Loss) -> None:
         """The same of runs that go whole, in one eviction."""
-        is_full = False
+        is_full, num_forgotten = False, 0
         for run in runs:
             is_full = is_full or not (self._num_left or self._tail.run is run or self._refill())
             if is_full:
-                self.num_forgotten += run.num_blocks
+                num_forgotten += run.num_blocks
             else:
                 self.ended(run, 0, kind)
+        self.num_forgotten += num_forgotten
 
     def _note(self, run: Run, first_block: int, kind: Loss, *, is_more: bool) -> None:
         """The same of any run. `is_more`: it is the one that has lost its end before."""

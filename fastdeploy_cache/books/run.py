@@ -35,20 +35,24 @@ Children = dict[bytes, "Run"] | LargeDict[bytes, "Run"]
 NO_CHILDREN: Mapping[bytes, Run] = MappingProxyType({})
 
 
-class Habit(msgspec.Struct, gc=False, frozen=True):
-    """What the policy `reuse` knows of who uses a run."""
+class PolicyNotes(msgspec.Struct, gc=False, frozen=True):
+    """What eviction policies note of a run, beside its uses. Each notes some of it."""
 
+    priority: float = DEFAULT_PRIORITY  # that requests have asked for
+    keep_until: float = 0.0  # in seconds; how long priority or pin is in force
     used_at: float = 0.0  # the last use, in the policy's own time
     turn: int = 1  # requests in a row that went on where the one before had ended
     gap: float = 0.0  # before the last of them
     reuse_class: int = 0
+    sample: BlockSample | None = None  # of its blocks, those that are observed
 
+    def but(self, **changes: float) -> PolicyNotes:
+        """The same with these fields."""
+        return replace(self, **changes)
 
-class Hint(msgspec.Struct, gc=False, frozen=True):
-    """What requests have asked for what they used."""
-
-    priority: float = DEFAULT_PRIORITY
-    keep_until: float = 0.0  # in seconds; how long priority or pin is in force
+    def with_sample(self, sample: BlockSample | None) -> PolicyNotes:
+        """The same with these blocks."""
+        return self if sample is self.sample else replace(self, sample=sample)
 
 
 class Stored(msgspec.Struct, gc=False, frozen=True):
@@ -79,7 +83,7 @@ class Stored(msgspec.Struct, gc=False, frozen=True):
         return lower.but(num_blocks=num_blocks, num_offered=num_offered)
 
 
-_NO_HABIT, _NO_HINT, _NOT_STORED = Habit(), Hint(), Stored()  # of all runs of which nothing is known
+_NO_NOTES, _NOT_STORED = PolicyNotes(), Stored()  # of all runs of which nothing is known
 
 
 class Run(msgspec.Struct, gc=False, eq=False):
@@ -114,7 +118,6 @@ class Run(msgspec.Struct, gc=False, eq=False):
     stored: Stored = _NOT_STORED
     queued_gpu: object = None  # a policy's mark of its place among the leaves of that tier
     queued_cpu: object = None
-    sample: BlockSample | None = None  # for a policy that observes some blocks
     block_marks: bytes = b""  # of its first blocks, as far as somebody has asked: see `References`
     author: int = 0  # a recorded request whose tokens go through all of this run; 0: nobody knows one
     # -- how it was used: what eviction policies decide by. Both parts of a split run have it
@@ -122,8 +125,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
     inserted: int = 0  # order of growths over the whole cache
     num_uses: int = 0  # requests whose prefix it was or became
     is_shared: bool = False  # prompts have parted behind it
-    hint: Hint = _NO_HINT
-    habit: Habit = _NO_HABIT
+    notes: PolicyNotes = _NO_NOTES
     gpu_since: float = 0.0  # by the monotonic clock, for metrics alone: see `Ages`
     cpu_since: float = 0.0
     used_last: float = 0.0  # 0: no request that used it has ended
@@ -256,7 +258,8 @@ class Run(msgspec.Struct, gc=False, eq=False):
             upper.extras = {block: extra for block, extra in self.extras.items() if block < num_blocks} or None
         upper.gpu = self.gpu[: num_blocks * ID_BYTES]
         upper.cpu = self.cpu[: max(0, num_blocks - self.cpu_start) * ID_BYTES]
-        upper.sample = self.sample.front(num_blocks) if self.sample is not None else None
+        if (sample := self.notes.sample) is not None:
+            upper.notes = self.notes.with_sample(sample.front(num_blocks))
         upper.stored = self.stored.front(num_blocks) if self.stored is not _NOT_STORED else _NOT_STORED
         return upper
 
@@ -267,11 +270,12 @@ class Run(msgspec.Struct, gc=False, eq=False):
             extras = {b - cut: extra for b, extra in extras.items() if b >= cut} or None
         tokens, hashes = self.tokens[cut * block_bytes :], self.hashes[cut * HASH_BYTES :]
         gpu, cpu = self.gpu[len(upper.gpu) :], self.cpu[len(upper.cpu) :]
-        sample = self.sample.behind(cut) if self.sample is not None else None
+        sample = self.notes.sample
+        notes = self.notes.with_sample(sample.behind(cut)) if sample is not None else self.notes
         marks = self.block_marks[cut * MARK_BYTES :]
         stored = self.stored.behind(cut) if self.stored is not _NOT_STORED else _NOT_STORED
         self.tokens, self.hashes, self.extras, self.gpu, self.cpu = tokens, hashes, extras, gpu, cpu
-        self.sample, self.block_marks, self.stored = sample, marks, stored
+        self.notes, self.block_marks, self.stored = notes, marks, stored
         self.num_blocks -= cut
         self.cpu_start = max(0, self.cpu_start - cut)
 
@@ -286,13 +290,15 @@ class Run(msgspec.Struct, gc=False, eq=False):
         if lower.extras is not None:
             extras = {**(extras or {}), **{b + above: x for b, x in lower.extras.items()}}
         stored = self.stored if self.stored is lower.stored is _NOT_STORED else self.stored.joined(lower.stored, above)
-        if self.sample is not None and lower.sample is not None:  # see `EvictionPolicy.alike`
-            self.sample = self.sample.joined(lower.sample)
+        sample, notes = self.notes.sample, lower.notes
+        if sample is not None and notes.sample is not None:  # see `EvictionPolicy.alike`
+            sample = sample.joined(notes.sample)
+        notes = notes.with_sample(sample)
         if not self.cpu:
             self.cpu_start = lower.cpu_start + above
         self.tokens, self.gpu, self.cpu, self.extras = tokens, gpu, cpu, extras
         self.hashes, self.block_marks = hashes, marks
-        self.stored, self.author = stored, lower.author
+        self.stored, self.notes, self.author = stored, notes, lower.author
         self._take_use(lower)
         self.num_blocks += lower.num_blocks
 
@@ -300,7 +306,6 @@ class Run(msgspec.Struct, gc=False, eq=False):
         """Both were used as the run behind this one, but for the last use, which is the later one."""
         self.last_used, self.used_last = max(self.last_used, lower.last_used), max(self.used_last, lower.used_last)
         self.inserted, self.num_uses, self.is_shared = lower.inserted, lower.num_uses, lower.is_shared
-        self.hint, self.habit = lower.hint, lower.habit
         self.gpu_since, self.cpu_since = lower.gpu_since, lower.cpu_since
 
     def cut(self, num_blocks: int, block_bytes: int) -> None:
@@ -314,8 +319,8 @@ class Run(msgspec.Struct, gc=False, eq=False):
             self.block_marks = self.block_marks[: num_blocks * MARK_BYTES]
         if self.extras is not None:
             self.extras = {block: extra for block, extra in self.extras.items() if block < num_blocks} or None
-        if self.sample is not None:
-            self.sample.cut(num_blocks)
+        if (sample := self.notes.sample) is not None:
+            sample.cut(num_blocks)
         self.num_blocks = num_blocks
         if self.stored is not _NOT_STORED:
             self.stored = self.stored.front(num_blocks)
@@ -326,8 +331,13 @@ class Run(msgspec.Struct, gc=False, eq=False):
 
     def forget(self) -> None:
         """It hangs in the tree no more. A policy may hold it for a while, and needs nothing of what it had."""
-        self.parent = self.queued_gpu = self.queued_cpu = None
-        self.tokens = self.hashes = b""
+        self.parent, self.tokens = None, b""
+        if self.queued_gpu is not None:  # to look costs less than to set
+            self.queued_gpu = None
+        if self.queued_cpu is not None:
+            self.queued_cpu = None
+        if self.hashes:
+            self.hashes = b""
 
     def path(self) -> list[Run]:
         """The runs from below the root down to this one."""

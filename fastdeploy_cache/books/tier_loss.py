@@ -54,7 +54,8 @@ def _copied_runs(root: Run) -> Iterator[Run]:
 def _heir(tree: PrefixTree, run: Run) -> Run:
     """A run that is to take over another one's copies; `parent` is still that one's."""
     heir = run.front(run.cpu_end, tree.block_bytes)
-    heir.epoch, heir.gpu, heir.cpu, heir.sample, heir.author = tree.epoch + 1, b"", b"", None, 0
+    heir.epoch, heir.gpu, heir.cpu, heir.author = tree.epoch + 1, b"", b"", 0
+    heir.notes = heir.notes.with_sample(None)
     return heir
 
 

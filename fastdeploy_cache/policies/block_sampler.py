@@ -47,28 +47,29 @@ class BlockSampler:
 
     def shrink(self, run: Run, first_block: int) -> None:
         """A run is about to lose its blocks from `first_block` on."""
-        if run.sample is not None:
-            self.num_resident -= run.sample.num_from(first_block)
+        if (sample := run.notes.sample) is not None:
+            self.num_resident -= sample.num_from(first_block)
 
     def sample(self, run: Run) -> BlockSample:
         """Look at what of a run has not been looked at. Returns the sample of all its blocks, which the run keeps."""
         missing = []
-        while run.parent is not None and not _is_whole(run.sample, run):
+        while run.parent is not None and not _is_whole(run.notes.sample, run):
             missing.append(run)
             run = run.parent
         # a root's is different for each namespace
         end = int.from_bytes(run.hashes[:8], "little") if run.parent is None else _end_of(run)
         for each in reversed(missing):
-            known = each.sample
+            known = each.notes.sample
             if known is None or known.end is None:
                 self.shrink(each, 0)
                 known = BlockSample([], [], 0, end)
-            each.sample = self._extended(each, known)
-            self.num_resident += len(each.sample.keys) - len(known.keys)
+            sample = self._extended(each, known)
+            each.notes = each.notes.with_sample(sample)
+            self.num_resident += len(sample.keys) - len(known.keys)
             end = _end_of(each)
-        sample = (missing[0] if missing else run).sample
-        assert sample is not None
-        return sample
+        whole = (missing[0] if missing else run).notes.sample
+        assert whole is not None
+        return whole
 
     def _extended(self, run: Run, known: BlockSample) -> BlockSample:
         keys, blocks, end = known.keys, known.blocks, known.end
@@ -107,5 +108,6 @@ def _is_whole(sample: BlockSample | None, run: Run) -> bool:
 
 
 def _end_of(run: Run) -> int:
-    assert run.sample is not None and run.sample.end is not None
-    return run.sample.end
+    sample = run.notes.sample
+    assert sample is not None and sample.end is not None
+    return sample.end

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastdeploy_cache.books.large_dict import LargeDict, put
 from fastdeploy_cache.books.leaves.policy import Asked, Clock, Hints, LeastRecentlyUsed
-from fastdeploy_cache.books.run import DEFAULT_PRIORITY, Hint, Run, Tier
+from fastdeploy_cache.books.run import DEFAULT_PRIORITY, Run, Tier
 
 _MIN_SWEEP = 64
 _SWEPT = 4  # ends that each new one looks at while a sweep goes on
@@ -96,7 +96,7 @@ class _ForATime(LeastRecentlyUsed):
 
     def rank(self, run: Run) -> Any:
         # What is over counts until it is ranked anew: else thousands that end at once would stand at wrong places.
-        is_marked = self._clock() < run.hint.keep_until or self._watched.get(run) is not None
+        is_marked = self._clock() < run.notes.keep_until or self._watched.get(run) is not None
         return (self._level(run) if is_marked else 0), run.last_used
 
     def use(self, path: Sequence[Run], request: Hints, asked: Asked) -> None:
@@ -112,7 +112,7 @@ class _ForATime(LeastRecentlyUsed):
 
     def push(self, run: Run, tier: Tier) -> None:
         super().push(run, tier)
-        until, known = run.hint.keep_until, self._watched.get(run)
+        until, known = run.notes.keep_until, self._watched.get(run)
         if self._clock() < until < (math.inf if known is None else known):
             self._watched = put(self._watched, run, until, hash)
             self._num_watches += 1
@@ -158,7 +158,8 @@ class _ForATime(LeastRecentlyUsed):
                             self.push(run, each)  # or watched for longer
 
     def are_ranked_alike(self, upper: Run, lower: Run) -> bool:
-        return upper.hint == lower.hint
+        a, b = upper.notes, lower.notes
+        return (a.priority, a.keep_until) == (b.priority, b.keep_until)
 
 
 class Priority(_ForATime):
@@ -187,12 +188,12 @@ class PinForATime(_ForATime):
 
 
 def _level_by_priority(run: Run) -> float:
-    return run.hint.priority - DEFAULT_PRIORITY
+    return run.notes.priority - DEFAULT_PRIORITY
 
 
 def _mark_priority(run: Run, request: Hints, until: float) -> None:
     if request.priority is not None:
-        run.hint = Hint(request.priority, until)
+        run.notes = run.notes.but(priority=request.priority, keep_until=until)
 
 
 def _level_of_pinned(_: Run) -> float:
@@ -201,7 +202,7 @@ def _level_of_pinned(_: Run) -> float:
 
 def _mark_pinned(run: Run, request: Hints, until: float) -> None:
     if request.keep_seconds is not None:
-        run.hint = Hint(run.hint.priority, max(run.hint.keep_until, until))
+        run.notes = run.notes.but(keep_until=max(run.notes.keep_until, until))
 
 
 RANKING_POLICIES: dict[str, type[LeastRecentlyUsed]] = {

@@ -19,7 +19,7 @@ Score = tuple[float, int]  # and the order of last use, of equal ones
 
 def rank_of(run: Run) -> int:
     """The place among all leaves: by class, then by last use."""
-    return run.habit.reuse_class << _USE_BITS | run.last_used
+    return run.notes.reuse_class << _USE_BITS | run.last_used
 
 
 class LeafClasses:

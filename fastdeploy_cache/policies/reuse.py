@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 
 from fastdeploy_cache.books.leaves.leaf_order import IsLeaf
 from fastdeploy_cache.books.leaves.policy import Asked, Clock, Hints, LeastRecentlyUsed, Split
-from fastdeploy_cache.books.run import TIERS, Habit, Run, Tier
+from fastdeploy_cache.books.run import TIERS, PolicyNotes, Run, Tier
 from fastdeploy_cache.policies.block_sampler import BlockSampler
 from fastdeploy_cache.policies.leaf_classes import LeafClasses, Score, rank_of
 from fastdeploy_cache.policies.reuse_history import (
@@ -102,12 +102,13 @@ class Reuse(LeastRecentlyUsed):
             path = self._remember(path, lost, now)
         observed = []
         for run in path:
-            sample, turn, gap = run.sample, run.habit.turn, run.habit.gap
+            old, sample = run.notes, run.notes.sample
             run.num_uses += 1
             run.last_used = self._num_uses
-            run.habit = habit = Habit(now, turn, gap, _class_of(run, request, num_tokens))
+            reuse_class = _class_of(run, request, num_tokens)
+            run.notes = PolicyNotes(old.priority, old.keep_until, now, old.turn, old.gap, reuse_class, sample)
             if sample is not None and sample.keys:
-                note = Note(habit.reuse_class, habit.turn, run.num_uses, run.is_shared)
+                note = Note(reuse_class, old.turn, run.num_uses, run.is_shared)
                 observed.append((sample.keys, note))
         self._push_leaves(path)
         has_learned = self.history.observe(now, observed, self._sampler.num_resident)
@@ -122,7 +123,7 @@ class Reuse(LeastRecentlyUsed):
         keys: list[int] = []
         end = num_hits = num_asked = 0
         for run in path:
-            sample = run.sample
+            sample = run.notes.sample
             if sample is None or sample.num_blocks != run.num_blocks:
                 sample = self._sampler.sample(run)
             if sample.keys:
@@ -137,9 +138,8 @@ class Reuse(LeastRecentlyUsed):
     @staticmethod
     def _continue(run: Run, now: float) -> None:
         """A request went on where a leaf ended."""
-        habit = run.habit
-        turn, gap = (1, 0.0) if run.is_shared else (habit.turn + 1, now - habit.used_at)
-        run.habit = Habit(habit.used_at, turn, gap, habit.reuse_class)
+        turn, gap = (1, 0.0) if run.is_shared else (run.notes.turn + 1, now - run.notes.used_at)
+        run.notes = run.notes.but(turn=turn, gap=gap)
 
     def _remember(self, path: Sequence[Run], lost: Sequence[int], now: float) -> Sequence[Run]:
         """A request made the last run of `path`: maybe again. Says of it what was known of its deepest lost block.
@@ -153,9 +153,9 @@ class Reuse(LeastRecentlyUsed):
                 continue
             used_at, note, ends_request = remembered
             if ends_request and not note.is_shared:
-                run.habit = Habit(run.habit.used_at, note.turn + 1, now - used_at, run.habit.reuse_class)
+                run.notes = run.notes.but(turn=note.turn + 1, gap=now - used_at)
                 return path
-            sample = run.sample
+            sample = run.notes.sample
             at_end = sample is not None and key in sample.keys
             num_shared = sample.blocks[sample.keys.index(key)] + 1 if sample is not None and at_end else 0
             upper = run
@@ -199,10 +199,10 @@ class Reuse(LeastRecentlyUsed):
         return self._clock() * _TICKS_PER_SECOND + self._num_referenced_tokens / _TOKENS_PER_TICK
 
     def _score(self, run: Run) -> Score:
-        table, habit = self.history.table, run.habit
+        table, notes = self.history.table, run.notes
         if table is None or self._is_lru:
             return 0.0, run.last_used
-        return score_at(table[habit.reuse_class], self._now - habit.used_at), run.last_used
+        return score_at(table[notes.reuse_class], self._now - notes.used_at), run.last_used
 
     def coldest(self, tier: Tier) -> Generator[Run]:
         leaves = self._leaves[tier]
@@ -215,9 +215,9 @@ class Reuse(LeastRecentlyUsed):
         return self._score(run) < self._score(than)
 
     def alike(self, upper: Run, lower: Run) -> bool:
-        have_samples = upper.sample is not None and lower.sample is not None
-        are_shared = have_samples and upper.is_shared and lower.is_shared
-        return are_shared and upper.habit.reuse_class == lower.habit.reuse_class
+        a, b = upper.notes, lower.notes
+        are_shared = a.sample is not None and b.sample is not None and upper.is_shared and lower.is_shared
+        return are_shared and a.reuse_class == b.reuse_class
 
 
 def _class_of(run: Run, request: Hints, num_tokens: int) -> int:
@@ -225,4 +225,4 @@ def _class_of(run: Run, request: Hints, num_tokens: int) -> int:
         return shared_class(run.num_uses)
     if request.session_ended:
         return ENDED_CLASS
-    return PENDING_CLASS if request.tool_call_pending else private_class(run.habit.turn, run.habit.gap, num_tokens)
+    return PENDING_CLASS if request.tool_call_pending else private_class(run.notes.turn, run.notes.gap, num_tokens)

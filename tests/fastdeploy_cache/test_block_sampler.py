@@ -83,7 +83,7 @@ def test_a_share_of_the_blocks_is_observed() -> None:
     """Of 5000 blocks with a ratio of a tenth about 500, and those that a larger ratio has, too."""
     path = _Tree().add(np.random.default_rng(1).integers(0, 150_000, SIZE * 5000).tolist())
     tenth = _keys(BlockSampler(0.1, SIZE), path)
-    path[0].sample = None
+    path[0].notes = path[0].notes.with_sample(None)
     half = _keys(BlockSampler(0.5, SIZE), path)
     assert 400 < len(tenth) < 600
     assert set(tenth) < set(half)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fastdeploy_cache.books.leaves.leaf_order import LeafOrder
-from fastdeploy_cache.books.run import GPU, Habit, Run, Tier
+from fastdeploy_cache.books.run import GPU, PolicyNotes, Run, Tier
 from fastdeploy_cache.policies.leaf_classes import LeafClasses, rank_of
 
 
@@ -27,11 +27,11 @@ class _Leaves:
         return run in self.alive
 
     def score(self, run: Run) -> tuple[float, int]:
-        return (0.0 if self.is_lru else 1.0 + run.habit.reuse_class % 5, run.last_used)
+        return (0.0 if self.is_lru else 1.0 + run.notes.reuse_class % 5, run.last_used)
 
     def use(self, run: Run) -> None:
         self.num_uses += 1
-        run.last_used, run.habit = self.num_uses, Habit(reuse_class=self.random.randrange(12))
+        run.last_used, run.notes = self.num_uses, PolicyNotes(reuse_class=self.random.randrange(12))
         self.alive.add(run)
         self.order.push(run)
         self.classes.push(run)
@@ -69,7 +69,7 @@ def test_all_are_walked_by_last_use() -> None:
     walked = list(leaves.classes.by_last_use())
     assert walked == sorted(runs, key=lambda run: run.last_used)
     some = leaves.classes.some(48)
-    assert len(some) == 48 and len({run.habit.reuse_class for run in some}) == 12
+    assert len(some) == 48 and len({run.notes.reuse_class for run in some}) == 12
 
 
 def test_the_youngest_may_have_the_lowest_score() -> None:

@@ -364,13 +364,13 @@ def test_a_request_that_was_never_admitted_is_no_use(policy: str) -> None:
     cache = Cache(policy)
     cache.serve("A")
     (run,) = cache.manager._books.tree.runs()
-    before = (run.num_uses, run.habit.turn, run.last_used)
+    before = (run.num_uses, run.notes.turn, run.last_used)
     cache.cached("AAA")
-    assert (run.num_uses, run.habit.turn, run.last_used) == before
+    assert (run.num_uses, run.notes.turn, run.last_used) == before
     request = Request(request_id="twice", prompt_token_ids=[100 * ord("A") + i for i in range(4)] + [1])
     for _ in range(3):
         cache.manager.match(request)
         cache.manager.allocate(request, 1)
         cache.manager.release(request)
     assert run.num_uses <= before[0] + 1
-    assert run.habit.turn <= before[1] + 1
+    assert run.notes.turn <= before[1] + 1

@@ -126,14 +126,17 @@ class LeafOrder:
         while self._pieces and getattr(self._pieces[0][1][0], mark) != self._pieces[0][0][0]:
             self.drop_first(1)  # it stands elsewhere by now, or is gone
         ranks, runs = self._pieces[0] if self._pieces else ([], [])
-        num_left, num_small = num_blocks * ID_BYTES, 0
+        num_left, num_small, root = num_blocks * ID_BYTES, 0, None
         for rank, run in zip(ranks, runs, strict=True):
             parent = run.parent
             num_left -= len(run.cpu if tier else run.gpu)
             if num_left < 0 or (run.gpu if tier else run.cpu) or run.num_held or run.children or parent is None:
                 break
-            if parent.num_children_in(tier) <= num_small + 1 and parent.parent is not None:
-                break
+            if parent is not root:
+                if parent.parent is None:
+                    root = parent
+                elif parent.num_children_in(tier) <= num_small + 1:
+                    break
             if getattr(run, mark) != rank or rank_of(run) != rank:
                 break
             num_small += 1
