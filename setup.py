@@ -62,7 +62,7 @@ setup(
         "fastdeploy_cache.launch.background": ["deploy/*", "deploy/*/*/*", "deploy/*/*/*/*"],
     },
     # never needed: without a compiler or Python's headers the same is done in Python
-    ext_modules=[Extension("fastdeploy_cache._native", NATIVE, optional=True)],
+    ext_modules=[Extension("fastdeploy_cache._native", NATIVE, extra_compile_args=["-O3"], optional=True)],
     install_requires=[
         "numpy>=1.26",
         "pyzmq>=26",

@@ -35,6 +35,13 @@ static long token_id_of(PyObject *object)
     return overflow == 0 && 0 <= value && value <= MAX_TOKEN_ID ? value : -1;
 }
 
+static inline uint64_t word_at(const unsigned char *bytes)
+{
+    uint64_t word;
+    memcpy(&word, bytes, sizeof(word));
+    return word;
+}
+
 /* The tokens of an array of int32 in one dimension, in one piece; None: it is none, or one of them is negative. */
 static PyObject *pack_array(PyObject *array)
 {
@@ -46,21 +53,21 @@ static PyObject *pack_array(PyObject *array)
     PyObject *packed = NULL;
     int is_plain = buffer.ndim == 1 && buffer.itemsize == TOKEN_BYTES && buffer.format != NULL;
     if (is_plain && strcmp(buffer.format, "i") == 0 && PY_LITTLE_ENDIAN) {
-        packed = PyBytes_FromStringAndSize(NULL, buffer.len);
+        packed = PyBytes_FromStringAndSize(buffer.buf, buffer.len);
         if (packed == NULL) {
             PyBuffer_Release(&buffer);
             return NULL;
         }
-        const char *in = buffer.buf;
-        char *out = PyBytes_AS_STRING(packed);
-        uint32_t all = 0;
-        for (Py_ssize_t i = 0; i < buffer.len; i += TOKEN_BYTES) {
-            uint32_t token_id;
-            memcpy(&token_id, in + i, TOKEN_BYTES);
-            memcpy(out + i, &token_id, TOKEN_BYTES);
-            all |= token_id;
+        /* The copy is looked at: whoever else writes into the array meanwhile changes nothing of what was looked at. */
+        const unsigned char *bytes = (const unsigned char *)PyBytes_AS_STRING(packed);
+        uint64_t all = 0;
+        uint32_t last = 0;
+        Py_ssize_t i = 0;
+        for (; i + 8 <= buffer.len; i += 8) {
+            all |= word_at(bytes + i);
         }
-        if (all >> 31) { /* the sign of one of them */
+        memcpy(&last, bytes + i, buffer.len - i);
+        if ((all | last) & 0x8000000080000000ULL) { /* the sign of one of them */
             Py_CLEAR(packed);
         }
     }
@@ -112,13 +119,6 @@ static inline uint64_t product(uint64_t one, uint64_t other)
 {
     unsigned __int128 whole = (unsigned __int128)one * other;
     return (uint64_t)whole ^ (uint64_t)(whole >> 64);
-}
-
-static inline uint64_t word_at(const unsigned char *bytes)
-{
-    uint64_t word;
-    memcpy(&word, bytes, sizeof(word));
-    return word;
 }
 
 static inline uint64_t folded(uint64_t mark, uint64_t word)
