@@ -113,7 +113,7 @@ class Request:
             raise RequestError(f"request {request_id!r} has an empty prompt; give it at least one token")
         self.images = tuple([self._as_image(image) for image in _as_list(request_id, images)]) if images != () else ()
         self.match_inside_images = match_inside_images
-        self.is_hinted = priority is not None or keep_seconds is not None
+        self.is_hinted = priority is not None or keep_seconds is not None or type(self) is not Request
         self._priority = self._number("priority", priority, 100) if self.is_hinted else None
         self._keep_seconds = self._number("keep_seconds", keep_seconds, math.inf) if self.is_hinted else None
         self.session_ended = False

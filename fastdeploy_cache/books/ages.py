@@ -66,10 +66,11 @@ class Ages:
             evicted[0] += num_kept
         evicted[1] += num_blocks - num_kept
 
-    def evicted_together(self, tier: Tier, gone: Sequence[Run], num_blocks: Sequence[int]) -> None:
-        """The same for runs that leave a tier whole and are in no other, each with its blocks, in one eviction."""
+    def evicted_together(self, tier: Tier, gone: Sequence[Run]) -> None:
+        """The same for runs that leave a tier whole and are in no other, in one eviction."""
         now = self._clock()
         with contextlib.suppress(MemoryError):  # as above
+            num_blocks = [run.num_blocks for run in gone]
             since = [run.cpu_since if tier else run.gpu_since for run in gone]
             self.residency[tier].add_all([now - at for at in since], num_blocks)
             idle = [now - (run.used_last or at) for run, at in zip(gone, since, strict=True)]

@@ -15,6 +15,10 @@ class BlockKeys(msgspec.Struct, gc=False, eq=False):
     output: bytearray
     extras: Mapping[int, bytes] | None
 
+    def __repr__(self) -> str:
+        """The size: tokens would be a page."""
+        return f"BlockKeys({len(self.prompt) + len(self.output)} bytes)"
+
     def part(self, start: int, end: int) -> bytes:
         """The bytes [start, end) of the tokens. Only what lies across the border is put together."""
         border = len(self.prompt)

@@ -54,7 +54,7 @@ class BlockPool:
         """The lowest `num_blocks` free ids, now of `owner`. The caller has checked `num_free`."""
         take = self._take  # fetched first: see `RequestListener.note`
         ids = take(num_blocks, owner)
-        self.num_free -= num_blocks
+        self.num_free = self._table.num_free
         return ids
 
     def check(self, ids: array[int], owner: Owner) -> None:
@@ -143,7 +143,7 @@ class BlockPool:
         move = self._move
         if not move(ids, giver, FREE):
             self._refuse(ids, giver)
-        self.num_free += len(ids)
+        self.num_free = self._table.num_free
 
     def _refuse(self, ids: array[int], giver: Owner) -> NoReturn:
         """Name the first id of `ids` that its giver may not give."""

@@ -33,13 +33,16 @@ def evict(residency: Residency, tier: Tier, num_blocks: int) -> None:
                 num_blocks -= at_most
             else:
                 gone = gone or _Gone()
-                num_blocks -= _remove_leaves(residency, tier, [run], gone)
+                num_blocks -= run.num_blocks
+                _remove_leaf(residency, tier, run, gone)
                 while num_blocks > 0 and (runs := policy.small_leaves(tier, num_blocks)):
-                    num_blocks -= _remove_leaves(residency, tier, runs, gone)
+                    num_blocks -= sum([small.num_blocks for small in runs])
+                    _remove_leaves(residency, tier, runs, gone)
                     policy.drop_small_leaves(tier, len(runs))
     finally:
         if gone is not None:  # where they are small they are many: their ids are freed all at once
             pool.free(gone.ids[: gone.num_blocks], RUN)
+            residency.ages.evicted_together(tier, gone.runs)
 
 
 def _shorten(residency: Residency, run: Run, tier: Tier, num_left: int) -> None:
@@ -56,48 +59,60 @@ def _shorten(residency: Residency, run: Run, tier: Tier, num_left: int) -> None:
 
 
 class _Gone:
-    """The ids of runs that went whole. No run knows the first `num_blocks` any more, also after an interrupt."""
+    """What went whole: the ids, of which no run knows the first `num_blocks` any more, and the runs that went alone."""
 
-    __slots__ = ("ids", "num_blocks")
+    __slots__ = ("ids", "num_blocks", "runs")
 
     def __init__(self) -> None:
-        self.ids, self.num_blocks = array("i"), 0
+        self.ids, self.num_blocks, self.runs = array("i"), 0, list[Run]()
 
 
-def _remove_leaves(residency: Residency, tier: Tier, runs: list[Run], gone: _Gone) -> int:
-    """Unlink leaves that are in this tier alone, and that the policy has named; returns how many blocks they had. Their
-    ids are the caller's to free."""
-    policy, size, why = residency.policy, residency.block_bytes, _LOSSES[tier]
-    sizes = [run.num_blocks for run in runs]
-    gone.ids.frombytes(b"".join([run.cpu if tier else run.gpu for run in runs]))  # first of all: it may need memory
-    # `Ages`, the first to hear of what leaves, and `LostBlocks`, the first of what ends, hear of all at once
-    all_left, all_ended = residency.taps.left[1:], residency.taps.ended[1:]
-    for run in runs if all_left or all_ended or policy.hears_losses or not policy.has_marks else ():
+def _remove_leaf(residency: Residency, tier: Tier, run: Run, gone: _Gone) -> None:
+    """Unlink a leaf that is in this tier alone, and that the policy has named. Its ids are the caller's to free."""
+    policy, why = residency.policy, _LOSSES[tier]
+    gone.ids.frombytes(run.cpu if tier else run.gpu)  # first of all: it may need memory
+    gone.runs.append(run)
+    for left in residency.taps.left[1:]:  # `Ages`, the first, hears of all at once
+        left(run, tier, 0, run.num_blocks, why)
+    for ended in residency.taps.ended:
+        ended(run, 0, why)
+    if policy.hears_losses:
+        policy.shrink(run, 0)
+    if not policy.has_marks:
+        policy.pull(run, tier)
+    _unlink(residency, tier, run, gone)
+
+
+def _remove_leaves(residency: Residency, tier: Tier, runs: list[Run], gone: _Gone) -> None:
+    """The same of many, of which the policy needs not hear one by one."""
+    why = _LOSSES[tier]
+    gone.ids.frombytes(b"".join([run.cpu if tier else run.gpu for run in runs]))
+    all_left, all_ended = residency.taps.left[1:], residency.taps.ended[1:]  # `LostBlocks` hears of all at once, too
+    for run in runs if all_left or all_ended else ():
         for left in all_left:
             left(run, tier, 0, run.num_blocks, why)
         for ended in all_ended:
             ended(run, 0, why)
-        if policy.hears_losses:
-            policy.shrink(run, 0)
-        if not policy.has_marks:
-            policy.pull(run, tier)
     residency.lost.ended_together(runs, why)
-    residency.ages.evicted_together(tier, runs, sizes)
-    for run, num_blocks in zip(runs, sizes, strict=True):
-        parent, key = run.parent, run.tokens
-        assert parent is not None
-        if len(key) != size or run.extras is not None or type(key) is not bytes:
-            key = residency.key(run)
-        has_no_other = parent.remove_leaf(key, tier)
-        if tier:
-            run.cpu = b""
-        else:
-            run.gpu = b""
-        gone.num_blocks += num_blocks
-        run.forget()
-        if has_no_other:
-            residency.offer(parent, tier)
-    return sum(sizes)
+    residency.ages.evicted_together(tier, runs)
+    for run in runs:
+        _unlink(residency, tier, run, gone)
+
+
+def _unlink(residency: Residency, tier: Tier, run: Run, gone: _Gone) -> None:
+    parent, key = run.parent, run.tokens
+    assert parent is not None
+    if len(key) != residency.block_bytes or run.extras is not None or type(key) is not bytes:
+        key = residency.key(run)
+    has_no_other = parent.remove_leaf(key, tier)
+    if tier:
+        run.cpu = b""
+    else:
+        run.gpu = b""
+    gone.num_blocks += run.num_blocks
+    run.forget()
+    if has_no_other:
+        residency.offer(parent, tier)
 
 
 def evict_tail(residency: Residency, run: Run, tier: Tier, at_most: int) -> int:

@@ -7,8 +7,10 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <structmember.h>
 
 #define FREE 0
 #define NUM_OWNERS 5 /* of `Owner` in block_pool.py */
@@ -25,20 +27,22 @@ typedef struct {
     Py_ssize_t counts[NUM_OWNERS];
 } IdTable;
 
-static int table_init(IdTable *self, PyObject *arguments, PyObject *keywords)
+static PyObject *table_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
     Py_ssize_t num_blocks;
     static char *names[] = {"num_blocks", NULL};
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "n", names, &num_blocks)) {
-        return -1;
+        return NULL;
     }
-    if (num_blocks < 0 || num_blocks > INT32_MAX || self->owners != NULL) {
-        PyErr_SetString(PyExc_ValueError, "a table of ids is made once, of 0 to 2**31 - 1 blocks");
-        return -1;
+    if (num_blocks < 0 || num_blocks > INT32_MAX) {
+        PyErr_SetString(PyExc_ValueError, "a table of ids has 0 to 2**31 - 1 blocks");
+        return NULL;
     }
-    PyObject *module = PyImport_ImportModule("array");
+    IdTable *self = (IdTable *)type->tp_alloc(type, 0); /* all zeros */
+    PyObject *module = self != NULL ? PyImport_ImportModule("array") : NULL;
     if (module == NULL) {
-        return -1;
+        Py_XDECREF(self);
+        return NULL;
     }
     self->one = PyObject_CallMethod(module, "array", "s(i)", "i", 0);
     Py_DECREF(module);
@@ -50,7 +54,8 @@ static int table_init(IdTable *self, PyObject *arguments, PyObject *keywords)
     }
     if (self->one == NULL || self->num_free_in == NULL || self->owners == NULL ||
         PyObject_GetBuffer(self->owners, &self->exported, PyBUF_WRITABLE) < 0) {
-        return -1;
+        Py_DECREF(self);
+        return NULL;
     }
     memset(self->exported.buf, FREE, num_blocks);
     memset(self->num_free_in, GROUP, self->num_groups);
@@ -58,7 +63,7 @@ static int table_init(IdTable *self, PyObject *arguments, PyObject *keywords)
         self->num_free_in[self->num_groups - 1] = num_blocks % GROUP;
     }
     self->counts[FREE] = num_blocks;
-    return 0;
+    return (PyObject *)self;
 }
 
 static void table_dealloc(IdTable *self)
@@ -114,7 +119,7 @@ static PyObject *table_take(IdTable *self, PyObject *const *arguments, Py_ssize_
         num_here = num_here < num_left ? num_here : num_left;
         num_left -= num_here;
         self->num_free_in[self->low] -= (uint8_t)num_here;
-        for (Py_ssize_t block = self->low * GROUP; num_here > 0; block++) {
+        for (Py_ssize_t block = self->low * GROUP; num_here > 0 && block < self->exported.len; block++) {
             if (owners[block] == FREE) {
                 owners[block] = (uint8_t)owner;
                 *out++ = (int32_t)block;
@@ -140,10 +145,10 @@ static PyObject *table_move(IdTable *self, PyObject *const *arguments, Py_ssize_
     Py_ssize_t giver = owner_of(arguments[1]);
     Py_ssize_t taker = giver < 0 ? -1 : owner_of(arguments[2]);
     Py_buffer buffer;
-    if (taker < 0 || PyObject_GetBuffer(arguments[0], &buffer, PyBUF_SIMPLE) < 0) {
+    if (taker < 0 || PyObject_GetBuffer(arguments[0], &buffer, PyBUF_ND | PyBUF_FORMAT) < 0) {
         return NULL;
     }
-    if (buffer.itemsize != sizeof(int32_t)) {
+    if (buffer.itemsize != sizeof(int32_t) || buffer.ndim != 1 || strcmp(buffer.format, "i") != 0) {
         PyBuffer_Release(&buffer);
         PyErr_SetString(PyExc_TypeError, "ids are an array of the type 'i'");
         return NULL;
@@ -182,6 +187,11 @@ static PyObject *table_count(IdTable *self, PyObject *owner)
     return found < 0 ? NULL : PyLong_FromSsize_t(self->counts[found]);
 }
 
+static PyMemberDef table_members[] = {
+    {"num_free", T_PYSSIZET, offsetof(IdTable, counts), READONLY, "How many are free."}, /* counts[FREE] */
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyObject *table_owners(IdTable *self, void *Py_UNUSED(closure))
 {
     return Py_NewRef(self->owners);
@@ -200,11 +210,11 @@ static PyGetSetDef table_attributes[] = {
 };
 
 static PyType_Slot table_slots[] = {
-    {Py_tp_init, table_init},
-    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_new, table_new},
     {Py_tp_dealloc, table_dealloc},
     {Py_tp_methods, table_methods},
     {Py_tp_getset, table_attributes},
+    {Py_tp_members, table_members},
     {0, NULL},
 };
 

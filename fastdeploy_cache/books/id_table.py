@@ -15,10 +15,13 @@ class IdTable(Protocol):
 
     Attributes:
         owners: a byte for each block; only to look at.
+        num_free: how many are free.
     """
 
     @property
     def owners(self) -> bytearray: ...
+    @property
+    def num_free(self) -> int: ...
 
     def count(self, owner: int, /) -> int:
         """How many blocks an owner has."""
@@ -44,13 +47,18 @@ class IdTableInPython:
         self._counts = [num_blocks, *(0 for _ in range(1, _NUM_OWNERS))]
         self._low = 0  # no block below is free
 
+    @property
+    def num_free(self) -> int:
+        """See `IdTable`."""
+        return self._counts[_FREE]
+
     def count(self, owner: int, /) -> int:
         """See `IdTable`."""
         return self._counts[owner]
 
     def take(self, num_blocks: int, owner: int, /) -> array[int]:
         """See `IdTable`."""
-        if not 0 <= num_blocks <= self._counts[_FREE] or owner == _FREE:
+        if not 0 <= num_blocks <= self._counts[_FREE] or not _FREE < owner < _NUM_OWNERS:
             raise ValueError(f"{num_blocks} blocks for owner {owner} of {self._counts[_FREE]} free ones")
         ids, owners, block = array("i", (0,)) * num_blocks, self.owners, self._low
         for place in range(num_blocks):
@@ -63,6 +71,8 @@ class IdTableInPython:
 
     def move(self, ids: array[int], giver: int, taker: int, /) -> bool:
         """See `IdTable`."""
+        if not (0 <= giver < _NUM_OWNERS and 0 <= taker < _NUM_OWNERS):
+            raise ValueError(f"from owner {giver} to {taker}; an owner is 0 to {_NUM_OWNERS - 1}")
         owners, num_blocks, num_good = self.owners, len(self.owners), 0
         for block in ids:
             if not 0 <= block < num_blocks or owners[block] != giver:

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping
 from enum import IntEnum
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 from zlib import crc32
 
 import msgspec
@@ -69,6 +69,8 @@ class Stored(msgspec.Struct, gc=False, frozen=True):
 
     def front(self, num_blocks: int) -> Stored:
         """That of the first blocks alone."""
+        if self.num_blocks <= num_blocks and self.num_offered <= num_blocks:
+            return self
         return self.but(num_blocks=min(self.num_blocks, num_blocks), num_offered=min(self.num_offered, num_blocks))
 
     def behind(self, num_blocks: int) -> Stored:
@@ -135,9 +137,9 @@ class Run(msgspec.Struct, gc=False, eq=False):
         return f"Run({self.num_blocks} blocks, epoch {self.epoch})"
 
     @property
-    def usage(self) -> Run:
-        """Itself, as policies of others call what they decide by."""
-        return self
+    def usage(self) -> Usage:
+        """What policies of others decide by."""
+        return Usage(self)
 
     @property
     def num_gpu(self) -> int:
@@ -260,7 +262,8 @@ class Run(msgspec.Struct, gc=False, eq=False):
         upper.cpu = self.cpu[: max(0, num_blocks - self.cpu_start) * ID_BYTES]
         if (sample := self.notes.sample) is not None:
             upper.notes = self.notes.with_sample(sample.front(num_blocks))
-        upper.stored = self.stored.front(num_blocks) if self.stored is not _NOT_STORED else _NOT_STORED
+        if self.stored is not _NOT_STORED:
+            upper.stored = self.stored.front(num_blocks)
         return upper
 
     def cut_front(self, upper: Run, block_bytes: int) -> None:
@@ -356,3 +359,23 @@ class Pin:
     def __init__(self, run: Run, end: int) -> None:
         self.run = run
         self.end = end
+
+
+class Usage:
+    """How a run was used, as one thing: fields of the run and of its notes, to read and to set."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: Run) -> None:
+        object.__setattr__(self, "_run", run)
+
+    def __getattr__(self, name: str) -> Any:
+        run: Run = object.__getattribute__(self, "_run")
+        return getattr(run.notes if name in PolicyNotes.__struct_fields__ else run, name)
+
+    def __setattr__(self, name: str, value: float) -> None:
+        run: Run = object.__getattribute__(self, "_run")
+        if name in PolicyNotes.__struct_fields__:
+            run.notes = run.notes.but(**{name: value})
+        else:
+            setattr(run, name, value)

@@ -99,6 +99,10 @@ class ActiveRequest(msgspec.Struct, eq=False):
     step: int = 0  # the last step that it took part in
     ahead: Sequence[Transfer] = ()  # loads whose destinations it uses before they have ended
 
+    def __repr__(self) -> str:
+        """The request and its phase: tokens would be a page."""
+        return f"ActiveRequest({self.request!r}, {self.phase.value})"
+
     def enter(self, phase: RequestPhase) -> None:
         """Go on to another phase. The only place where it changes."""
         assert phase in _NEXT[self.phase], f"a request that is {self.phase.value} cannot become {phase.value}"

@@ -38,8 +38,8 @@ class StorageWrites:
     """A write pins nothing: the CPU blocks that it reads may leave their run meanwhile, and are given out again when it
     has ended. A slow store so takes no room from anybody.
 
-    Of each run, blocks [0, num_stored) are known to be in storage; up to `num_offered` storage was asked to take them,
-    once for each use of the run: an admission filter counts.
+    Of each run, blocks [0, stored.num_blocks) are known to be in storage. Up to `stored.num_offered` storage was asked
+    to take them, once for each use of the run: an admission filter counts.
     """
 
     def __init__(self, books: Books, link: StorageLink, limits: StorageLimits) -> None:
@@ -189,4 +189,4 @@ class StorageWrites:
 
 def _offered_up_to(stored: Stored, num_blocks: int) -> Stored:
     """No more of the run counts as offered."""
-    return stored.but(num_offered=min(stored.num_offered, num_blocks))
+    return stored if stored.num_offered <= num_blocks else stored.but(num_offered=num_blocks)

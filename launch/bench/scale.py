@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import statistics
 from collections.abc import Callable
 from time import thread_time_ns
@@ -77,8 +76,8 @@ def scale_ratio(small: int, large: int, pairs: int = 5, num_requests: int = 200)
     }
 
 
-def eviction_cost(num_blocks: int, per_call: int, policy: str = "lru", num_calls: int = 640) -> dict[str, float]:
-    """Microseconds per block: evicting from runs of 64, so many blocks a call, and the heap pushes it includes."""
+def eviction_cost(num_blocks: int, per_call: int, policy: str = "lru", num_calls: int = 640) -> float:
+    """Microseconds per block: evicting from runs of 64, so many blocks a call."""
     num_calls = min(num_calls, num_blocks // per_call // 2)
     pool = BlockPool("GPU", num_blocks)
     tree = PrefixTree(
@@ -95,20 +94,14 @@ def eviction_cost(num_blocks: int, per_call: int, policy: str = "lru", num_calls
         keys = BlockKeys(tokens, bytearray(), None)
         done = insert(tree, (tree.root(""), 0), keys, 0, pool.allocate(length, Owner.REQUEST))
         tree.move_pin(tree.move_pin(None, done.run, done.end), None, 0)
-    spent: dict[str, list[int]] = {"evict": [], "push": []}
+    spent: list[int] = []
     for _ in range(num_calls):
         started = thread_time_ns()
         evict(tree.residency, Tier.GPU, per_call)
-        evicted = thread_time_ns()
-        ids, heap = pool.allocate(per_call, Owner.REQUEST), list[int]()
-        before_push = thread_time_ns()
-        for block_id in ids:
-            heapq.heappush(heap, block_id)
-        spent["push"].append(thread_time_ns() - before_push)
-        spent["evict"].append(evicted - started)
+        spent.append(thread_time_ns() - started)
+        pool.allocate(per_call, Owner.REQUEST)
     # a call in 64 removes a run and costs more: means over such rounds, then the median of the rounds
-    found = {name: statistics.median(_round_means(times, 64)) / per_call / 1000 for name, times in spent.items()}
-    return {**found, "over the push": found["evict"] - found["push"]}
+    return statistics.median(_round_means(spent, 64)) / per_call / 1000
 
 
 def _round_means(times: list[int], length: int) -> list[float]:

@@ -108,8 +108,11 @@ class GuardedPolicy:
             return self.replace().victim(tier, num_blocks)
 
     def small_leaves(self, tier: Tier, num_blocks: int) -> list[Run]:
-        """What `victim` would name next, as long as each is certain and goes whole (`LeafOrder.first_small`)."""
-        if self._moving is not None or not self._names_leaves:
+        """What `victim` would name next, as long as each is certain and goes whole (`LeafOrder.first_small`).
+
+        None of a policy that hears of losses, by which its ranks may change, or that is told by other means than marks.
+        """
+        if self._moving is not None or not self._names_leaves or self.hears_losses or not self.has_marks:
             return []
         try:
             return cast("LeastRecentlyUsed", self.chosen).orders[tier].first_small(num_blocks)
