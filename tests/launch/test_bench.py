@@ -86,7 +86,7 @@ def test_a_decode_step_steps_all() -> None:
 def test_the_edges_and_the_evictions_are_there() -> None:
     """What is measured asserts its own preconditions: a whole hit, a full pool."""
     assert match_over_edges(20, repeats=2)["match"] > 0
-    assert eviction_cost(6400, 16, num_calls=20)["evict"] > 0
+    assert eviction_cost(6400, 16, num_calls=20) > 0
     server = full_server(Scale.num_sequence_blocks * 20)
     full = FullCache(Scale.num_sequence_blocks * 20, server)
     before = server.cache.stats().gpu
