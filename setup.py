@@ -93,7 +93,7 @@ setup(
             "opentelemetry-sdk>=1.30",
             "pytest>=8.2",
             "pytest-timeout>=2.3",
-            "pytest-xdist>=3.7",
+            "pytest-xdist>=3.6",
             "pyyaml>=6",
             "hypothesis>=6.100",
             "ruff==0.17.5",

@@ -11,6 +11,6 @@ install demo,test
 say "pytest $*"
 cd "$ROOT"
 # Tests that start processes share what they start with others of their file; the rest go wherever a core is idle.
-distribution=(loadfile --no-loadscope-reorder) # files in the order of tests/conftest.py
-[[ " $* " == *" --fast "* ]] && distribution=(worksteal)
-exec "$PYTHON" -m pytest --numprocesses auto --maxprocesses 4 --dist "${distribution[@]}" "$@"
+distribution=loadfile
+[[ " $* " == *" --fast "* ]] && distribution=worksteal
+exec "$PYTHON" -m pytest --numprocesses auto --maxprocesses 4 --dist "$distribution" "$@"

@@ -54,12 +54,6 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests start processes come first: with a slow one at the end, the other cores would wait for it."""
-    slow = {item.path for item in items if item.get_closest_marker("processes")}
-    items.sort(key=lambda item: item.path not in slow)
-
-
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves processes, descriptors or /dev/shm files; `leaks_allowed` names the exceptions."""

@@ -36,7 +36,6 @@ class BlockPool:
         self.tier = tier
         self.num_blocks = num_blocks
         self._table = new_table(num_blocks)
-        self._take, self._move = self._table.take, self._table.move
         self.count: Callable[[Owner], int] = self._table.count  # blocks of this owner
         self.num_free = num_blocks  # that `allocate` can give: of the counts, the one that every verb looks at
         self._num_readers: dict[int, int] = {}  # blocks that something reads which does not keep them from being freed
@@ -52,20 +51,18 @@ class BlockPool:
 
     def allocate(self, num_blocks: int, owner: Owner) -> array[int]:
         """The lowest `num_blocks` free ids, now of `owner`. The caller has checked `num_free`."""
-        take = self._take  # fetched first: see `RequestListener.note`
-        ids = take(num_blocks, owner)
+        ids = self._table.take(num_blocks, owner)
         self.num_free = self._table.num_free
         return ids
 
     def check(self, ids: array[int], owner: Owner) -> None:
         """Raise `BlockOwnerError` for the first of `ids` that is not of `owner`, or is there twice."""
-        if not self._move(ids, owner, owner):
+        if not self._table.move(ids, owner, owner):
             self._refuse(ids, owner)
 
     def hand_over(self, ids: array[int], giver: Owner, taker: Owner) -> None:
         """Change the owner of `ids`, none of them free; all of them or, on `BlockOwnerError`, none."""
-        move = self._move
-        if not move(ids, giver, taker):
+        if not self._table.move(ids, giver, taker):
             self._refuse(ids, giver)
         if self._num_readers:
             num_read = sum(map(self._num_readers.__contains__, ids))
@@ -140,8 +137,7 @@ class BlockPool:
         """Take `ids` back from their owner; all of them or, on `BlockOwnerError`, none."""
         if self._num_readers and not self._num_readers.keys().isdisjoint(ids):
             ids, giver = self._defer(ids, giver), TASK
-        move = self._move
-        if not move(ids, giver, FREE):
+        if not self._table.move(ids, giver, FREE):
             self._refuse(ids, giver)
         self.num_free = self._table.num_free
 

@@ -20,7 +20,7 @@ import numpy as np
 from fastdeploy_cache.errors import RequestError
 
 TokenIds = Sequence[int] | np.ndarray[Any, Any]
-PackList = Callable[[object], bytes | None]
+Packer = Callable[[object], bytes | None]
 _MAX_TOKEN_ID = 2**31 - 1
 _FEW = 16  # up to where the plain way is the faster one
 _INT32 = np.dtype(np.int32)
@@ -71,11 +71,11 @@ try:
     from fastdeploy_cache._native import pack_plain as _native
 except ImportError:  # there was no compiler where this was installed
     _native = pack_plain_in_python
-pack_plain: Final[PackList] = _native  # the faster one
+pack_plain: Final[Packer] = _native  # the faster one
 IS_NATIVE: Final = pack_plain is not pack_plain_in_python
 
 
-def pack(request_id: str, token_ids: TokenIds | PackedTokens, packer: PackList = pack_plain) -> bytes:
+def pack(request_id: str, token_ids: TokenIds | PackedTokens, packer: Packer = pack_plain) -> bytes:
     """The tokens of a flat list, tuple, array or the like of integers, 0 to 2**31 - 1.
 
     Raises:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdeploy_cache.books.tokens import IS_NATIVE, PackedTokens, PackList, pack, pack_plain, pack_plain_in_python
+from fastdeploy_cache.books.tokens import IS_NATIVE, PackedTokens, Packer, pack, pack_plain, pack_plain_in_python
 from fastdeploy_cache.errors import RequestError
 
 WANTED = np.array([5, 0, 2**31 - 1], dtype="<i4").tobytes()
@@ -57,7 +57,7 @@ def by_numpy(token_ids: object) -> None:
     """A packer that leaves every decision to the slow way."""
 
 
-def outcome(token_ids: Any, packer: PackList) -> bytes | str:
+def outcome(token_ids: Any, packer: Packer) -> bytes | str:
     """The tokens, or what is said of them."""
     try:
         return pack("a", token_ids, packer)
@@ -83,14 +83,14 @@ def outcome(token_ids: Any, packer: PackList) -> bytes | str:
         PackedTokens(WANTED),
     ],
 )
-def test_all_forms_are_the_same(tokens: Any, packer: PackList) -> None:
+def test_all_forms_are_the_same(tokens: Any, packer: Packer) -> None:
     """All forms of the same tokens are packed alike."""
     assert pack("a", tokens, packer) == WANTED
 
 
 @pytest.mark.parametrize("packer", PACKERS)
 @pytest.mark.parametrize("empty", [[], (), array("i"), np.empty(0, np.int32), np.empty(0)])
-def test_nothing_is_packed_as_nothing(empty: Any, packer: PackList) -> None:
+def test_nothing_is_packed_as_nothing(empty: Any, packer: Packer) -> None:
     """No tokens of any form are no bytes."""
     assert pack("a", empty, packer) == b""
 
@@ -114,7 +114,7 @@ def test_nothing_is_packed_as_nothing(empty: Any, packer: PackList) -> None:
         ([1, 2], "shape|flat list"),
     ],
 )
-def test_one_bad_token_is_refused_wherever_it_is(bad: object, words: str, num_tokens: int, packer: PackList) -> None:
+def test_one_bad_token_is_refused_wherever_it_is(bad: object, words: str, num_tokens: int, packer: Packer) -> None:
     """The first, the middle or the last token of a list of any length is refused, and named where it is a number."""
     for place in (0, num_tokens // 2, num_tokens - 1):
         tokens: list[Any] = [7] * num_tokens
@@ -141,7 +141,7 @@ def test_one_bad_token_is_refused_wherever_it_is(bad: object, words: str, num_to
         (None, "shape"),
     ],
 )
-def test_what_is_no_list_of_tokens_is_refused(tokens: Any, words: str, packer: PackList) -> None:
+def test_what_is_no_list_of_tokens_is_refused(tokens: Any, words: str, packer: Packer) -> None:
     """The error names the request, and what is wrong."""
     with pytest.raises(RequestError, match=words) as caught:
         pack("of mine", tokens, packer)
@@ -161,7 +161,7 @@ ANYTHING = st.one_of(st.integers(0, 2**31 - 1), EDGES, st.booleans(), st.none(),
     form=st.sampled_from((list, tuple, Numbers)),
 )
 def test_the_fast_ways_decide_as_the_slow_one(
-    packer: PackList, token: int, num_tokens: int, odd: list[tuple[int, Any]], form: Any
+    packer: Packer, token: int, num_tokens: int, odd: list[tuple[int, Any]], form: Any
 ) -> None:
     """Whatever is among the tokens: the same bytes, or the same words, as NumPy alone comes to."""
     tokens = [token] * num_tokens

@@ -200,7 +200,7 @@ class RadixPrefixCache:
 
     @staticmethod
     def _request(input_ids: Integers) -> Request | None:
-        packed = pack_plain(input_ids)  # a plain list is packed as it is
+        packed = pack_plain(input_ids)  # plain ones are packed as they are
         tokens = PackedTokens(packed) if packed is not None else as_integers(input_ids)
         return Request(request_id="names tokens", prompt_token_ids=tokens) if len(input_ids) else None
 
