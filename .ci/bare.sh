@@ -1,6 +1,7 @@
 # Sourced by .ci/run: this checkout as a stranger meets it, in a Debian that has Python and nothing else.
 # A pristine root is made once for each release and kept as an archive; each run unpacks it anew. What tells pip and apt
-# where packages come from is bound into it at its own place, read-only, and never copied. It needs root.
+# where packages come from is bound into it at its own place, read-only, and never copied. It needs root. Whoever sources
+# this calls `bare_end` however it ends.
 
 BARE_FOLDER="$(realpath -m "${FASTDEPLOY_CACHE_CI_FOLDER:-/var/cache/fastdeploy_cache-ci}")" # as mounts name it
 BARE_ROOT=""
@@ -13,7 +14,6 @@ bare_begin() {
     mkdir -p "$BARE_FOLDER" || bare_cannot "no folder $BARE_FOLDER" || return 1
     bare_clear
     bare_archive "$release" || return 1
-    trap bare_end EXIT
     BARE_ROOT="$(mktemp -d "$BARE_FOLDER/root.XXXXXX")" || bare_cannot "no folder for it" || return 1
     chmod 755 "$BARE_ROOT"
     tar -xf "$BARE_FOLDER/$release.tar" -C "$BARE_ROOT" --exclude=./dev || bare_cannot "tar failed" || return 1

@@ -163,7 +163,8 @@ class LifeCycle:
 
         Raises:
             ConfigError: no `weights_id` with a store, or with peers.
-            StorageRefusedError: the store cannot be opened again; the cache goes on without.
+            StorageRefusedError, StorageError: the weights are the new ones, and the store cannot be opened again: its
+                settings are wrong, or descriptors are missing. The cache goes on without.
             LifeCycleError: see `pause`.
         """
         is_named = self._storage.settings is not None or self._config.peer is not None

@@ -72,7 +72,7 @@ class PrefixCacheManager:
         `client`, `peer_client` and `policy` replace the configured ones (tests, simulation). `clock` gives
         the seconds that policies and hit-rate windows go by, and raises nothing; a `Clock` also waits. `on_kv_lost` is
         called with a rank that has died with the KV arrays that it owned (`kv_owner = "transfer"`), and again when it
-        has new ones: the GPU has been forgotten. It runs on the I/O thread and must not block; `close` calls it never.
+        has new ones; the GPU is forgotten before and after. It must not block the I/O thread; `close` calls it never.
 
         Raises:
             RankStartError, DeviceError: a rank did not start within its deadline, or its device cannot be here.
@@ -190,7 +190,12 @@ class PrefixCacheManager:
             self._books.check_awake()
         if num_blocks < 0:
             raise RequestError(f"allocate of {num_blocks} blocks for {request.request_id!r}; give 0 or more")
-        return self._requests.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads).tolist()
+        ids = self._requests.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads)
+        try:
+            return ids.tolist()
+        except MemoryError:
+            self._requests.take_back(active, num_blocks)
+            raise
 
     def confirm(self, request: Request, timeout_seconds: float | None = None, *, arrived: bool) -> bool:
         """After a step that ran ahead of loads, before sampling: whether it counts, waiting for the loads if need be.
@@ -309,7 +314,8 @@ class PrefixCacheManager:
 
         Raises:
             ConfigError: `weights_id` without a store or peers, or an impossible one; nothing was changed.
-            StorageRefusedError: it cannot be opened again; the cache goes on without, and the next call tries again.
+            StorageRefusedError, StorageError: it cannot be opened again; the cache goes on without, and the next call
+                tries again.
         """
         self.life.reset(weights_id=weights_id)
 

@@ -95,8 +95,10 @@ class RankAccess:
         Raises:
             ConfigError, LayoutError, IPCError: they do not fit, or cannot be reached.
             RankStartError: the rank could not attach them.
+            ClosedError: the cache is closed.
         """
         self._check_rank(rank)
+        self._books.check_open()
         has_kv = None  # where it is refused, the rank has what it had before
         try:
             self._client.attach_kv(rank, kv)
@@ -108,7 +110,7 @@ class RankAccess:
         self._peers.road.processes.attach_kv(rank)
 
     def kv_lost(self, rank: int) -> None:
-        """The rank's worker is gone, and its KV arrays with it.
+        """The rank's worker is gone with its KV arrays. Call this before the model computes on another worker's.
 
         Everything on the GPU is forgotten, on all ranks; the CPU tier stays. Running requests are void: they publish
         nothing any more; release them and match them again once `attach_kv` has brought new arrays.
@@ -118,7 +120,7 @@ class RankAccess:
         try:
             self._peers.road.processes.lose_kv(rank)
         finally:
-            self._forget_gpu(rank, has_kv=False)
+            self._forget_gpu(rank, has_kv=False if self._config.transfer.owner_of_kv == "worker" else None)
 
     def layer_progress(self, rank: int) -> LayerProgress | None:
         """How far the rank's loads are, layer by layer, for its worker; None with `transfer_client = "inline"`."""
@@ -126,14 +128,19 @@ class RankAccess:
         return self._client.layer_progress(rank)
 
     def on_kv_lost(self, rank: int) -> None:
-        """A rank that owns its KV arrays has died with them, or has made new ones. On the client's thread."""
+        """A rank that owns its KV arrays has died with them, or has made new ones. On the client's thread.
+
+        Until the engine has been told, its model may compute on the arrays of before, for requests that were matched
+        when these had been forgotten already: so they are forgotten once more, and nothing is moved in between.
+        """
         try:
             self._peers.road.processes.lose_kv(rank)
         finally:  # whatever else fails: what has gone must not be found
-            self._forget_gpu(rank, has_kv=None)
+            self._forget_gpu(rank, has_kv=False)
+            if (tell := self._tell_kv_lost) is not None and not self._books.is_closed:  # their end is no loss
+                call_user(lambda: tell(rank))
+            self._forget_gpu(rank, has_kv=True)
         self._peers.road.processes.attach_kv(rank)
-        if (tell := self._tell_kv_lost) is not None and not self._books.is_closed:  # their end is no loss
-            call_user(lambda: tell(rank))
 
     def _check_rank(self, rank: int) -> None:
         self._config.check_rank(rank)
@@ -141,13 +148,13 @@ class RankAccess:
             raise ConfigError("this cache has no KV arrays; give its configuration a layout")
 
     def _forget_gpu(self, rank: int, *, has_kv: bool | None) -> None:
-        """`has_kv`: whether its worker has attached the rank's KV arrays; None where that has not changed."""
+        """`has_kv`: whether the engine computes on the rank's KV arrays; None where that has not changed."""
         with self._books:
             num_gone = self._books.pools[GPU].count(RUN)
             drop_gpu(self._books.tree)
             self._books.note(TierLost())
             self._books.note(GpuForgotten(rank=rank))
-            if has_kv or (has_kv is not None and self._config.transfer.owner_of_kv == "worker"):
+            if has_kv is not None:
                 self._mover.note_kv(rank, is_there=has_kv)
             self._peers.road.cancel_all("the KV arrays are lost")
             level = logging.INFO if num_gone else logging.DEBUG  # the first arrays take nothing away

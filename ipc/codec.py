@@ -7,7 +7,8 @@ little-endian.
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeVar
+import threading
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from fastdeploy_cache.errors import CodecError
 
 M = TypeVar("M")
+_TAKING_APART: Final = threading.Lock()
 Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 
 
@@ -38,10 +40,22 @@ def decode(data: bytes, message_type: type[M] | Any) -> M:
     return message
 
 
+def taken_apart(wanted: Any) -> Any:
+    """The type itself, which any thread may give to msgspec from now on.
+
+    At the first use msgspec notes a struct's or dataclass's fields at the class, and fills in their types behind that.
+    A second thread that comes by in between reads through what is not there yet, and the process dies of SIGSEGV, as
+    two lanes of a rank did that read their first tasks at the same time. (Seen with msgspec 0.22.)
+    """
+    _decoder(wanted)
+    return wanted
+
+
 @functools.cache
 def _decoder(message_type: Any) -> msgspec.msgpack.Decoder[Any]:
     """What reads a type. Taking the type apart costs several times as much as reading a message. Any thread."""
-    return msgspec.msgpack.Decoder(message_type, dec_hook=_from_wire)
+    with _TAKING_APART:  # the cache alone lets two threads in
+        return msgspec.msgpack.Decoder(message_type, dec_hook=_from_wire)
 
 
 def pack_int32(numbers: Int32Array) -> bytes:

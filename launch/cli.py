@@ -11,6 +11,7 @@ from fastdeploy_cache.launch import interrupts
 from fastdeploy_cache.launch.background.cli import background_app
 from fastdeploy_cache.launch.bench.options import LEAST_BYTES, ControlOptions, StorageOptions
 from fastdeploy_cache.launch.config_cli import config_app
+from fastdeploy_cache.launch.faults.options import SimulateFaultsOptions, SoakOptions
 from fastdeploy_cache.launch.operating.cli import operating_app
 from fastdeploy_cache.launch.options import LogOptions, size_given, spread
 from fastdeploy_cache.launch.reference_engine.installed import check_installed
@@ -154,6 +155,30 @@ def simulate(trace: TraceFile, options: SimulateOptions, replay: IsReplay = Fals
     return 0
 
 
+@app.command(epilog="Example: fastdeploy-cache simulate-faults --minutes 5 --seed 1000 --json found.json")
+@spread
+def simulate_faults(options: SimulateFaultsOptions) -> int:
+    """Run engines, ranks and stores on a simulated machine whose parts fail, and compare every block.
+
+    Exit status 0: nothing was found; 1: something was, and is printed as a test; 130: Ctrl-C, with what was seen.
+    """
+    from fastdeploy_cache.launch.faults.command import simulate_faults as run
+
+    return run(options)
+
+
+@app.command(epilog="Example: fastdeploy-cache soak --minutes 60 --faults 'kill rank,stop rank' --json soak.json")
+@spread
+def soak(options: SoakOptions) -> int:
+    """Run real engines with real caches, kill and stop their processes, and compare every block.
+
+    Exit status 0: nothing was wrong; 1: something was; 130: Ctrl-C, with what was seen.
+    """
+    from fastdeploy_cache.launch.faults.soak_command import soak as run
+
+    return run(options)
+
+
 @bench_app.command(epilog="Example: fastdeploy-cache bench control --json control.json")
 @spread
 def control(
@@ -214,6 +239,18 @@ def peer(
     from fastdeploy_cache.launch.bench.peer_command import bench_peer as run
 
     raise typer.Exit(0 if run(json, repeats, size_given("--memory", memory, LEAST_BYTES), link) else 1)
+
+
+@bench_app.command(epilog="Example: fastdeploy-cache bench simulation --steps 1000000")
+def simulation(
+    json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
+    steps: Annotated[int, typer.Option(min=1000, help="How many steps of stories, at least.")] = 300_000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first story.")] = 0,
+) -> None:
+    """How fast `simulate-faults` looks, beside a bare loop of its scheduler. Status 1: a figure missed."""
+    from fastdeploy_cache.launch.bench.simulation_command import bench_simulation as run
+
+    raise typer.Exit(0 if run(json, steps, seed) else 1)
 
 
 @engines_app.command(epilog="Example: fastdeploy-cache engines vllm --only-answers --json lane.json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -30,6 +30,32 @@ def kept_from_children() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def noted() -> Iterator[Callable[[], None]]:
+    """Ctrl-C, or SIGTERM, only leaves a note while this lasts. The function that is given raises KeyboardInterrupt if
+    there is one.
+
+    For work in the midst of which the exception would be lost: what is raised while a weak reference or a finaliser is
+    called back is swallowed, and it may be raised in a thread that belongs to somebody else.
+    """
+    notes: list[int] = []
+
+    def look() -> None:
+        if notes:
+            raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if handler not in (signal.SIG_IGN, None):
+            signal.signal(number, lambda number, _: notes.append(number))
+    try:
+        yield look
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: it was not set from Python, and cannot be from there
+                signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up .venv and runs the tests. Arguments go on to pytest: ./launch/test.sh -k swap
-#   --fast    only the tests that start no process, in two minutes; one that starts one all the same fails
+#   --fast    only the tests that start no process, in two minutes
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if help_wanted "$@"; then

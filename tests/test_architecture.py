@@ -29,7 +29,7 @@ WITH_TENSORS = {
     "fastdeploy_cache/adapters/slots/pages.py": {"kv.tensors"},
 }
 HOMES = {
-    "zmq": {"ipc/peer_channel.py", "ipc/poller.py", "launch/bench/ping_pong.py"},
+    "zmq": {"ipc/peer_channel.py", "ipc/poller.py", "launch/bench/ping_pong.py", "launch/faults/peer_calls.py"},
     "msgspec": {
         "transfer_manager/storage/file_space.py",
         "transfer_manager/storage/mooncake_admin.py",
@@ -58,6 +58,10 @@ HOMES = {
         "fastdeploy_cache/config/cache.py",
         "launch/engines/results.py",
         "launch/engines/vllm_plan.py",
+        "launch/faults/command.py",
+        "launch/faults/soak_lines.py",
+        "launch/faults/search.py",
+        "launch/faults/story.py",
         "launch/server/api_requests.py",
         "fastdeploy_cache/insight/control/messages.py",
         "fastdeploy_cache/insight/control/server.py",
@@ -106,6 +110,8 @@ HOMES = {
         "launch/bench/options.py",
         "launch/cli.py",
         "launch/config_cli.py",
+        "launch/faults/command.py",
+        "launch/faults/options.py",
         "launch/operating/asking.py",
         "launch/operating/cli.py",
         "launch/options.py",
@@ -118,6 +124,8 @@ HOMES = {
         "launch/demo/command.py",
         "launch/demo/report.py",
         "launch/engines/report.py",
+        "launch/faults/command.py",
+        "launch/faults/soak_command.py",
         "launch/findings.py",
         "launch/operating/text.py",
         "launch/operating/watch.py",
@@ -308,8 +316,8 @@ def test_a_class_has_its_name_alone() -> None:
 
 def test_broad_except_only_at_the_boundaries() -> None:
     """`except Exception` stands where a task's, or a control request's, failure becomes its answer, around a process
-    that begins, around callers' callbacks, where another engine's pool is asked, and in the two places that contain
-    what a verb must not fail by."""
+    that begins, around callers' callbacks, where another engine's pool is asked, in the two places that contain what a
+    verb must not fail by, and where the simulation stands for an interpreter, a pool of threads or an engine."""
     found = {
         name(path)
         for path in files(*PACKAGES)
@@ -326,6 +334,9 @@ def test_broad_except_only_at_the_boundaries() -> None:
         "fastdeploy_cache/adapters/sglang/hicache_storage.py",
         "fastdeploy_cache/adapters/fastdeploy/kv_arrivals.py",
         "fastdeploy_cache/insight/control/server.py",
+        "launch/faults/process_calls.py",
+        "launch/faults/threads.py",
+        "launch/faults/user.py",
     }
 
 

@@ -34,8 +34,11 @@ LANGUAGES = {"python", "toml", "json", "bash", "console", "text"}
 PROGRAM = "docs/embed.md"  # its blocks, one below the other, are an example, which tests/test_examples.py runs
 COMMANDS = [command for block in BLOCKS if block.language in {"bash", "console"} for command in commands_of(block)]
 OURS = "fastdeploy-cache"
-RUN = ("config", "simulate", "deploy", "peer-secret group.secret")  # cheap, and harmless in a new folder
+RUN = ("config", "simulate ", "deploy", "peer-secret group.secret")  # cheap, and harmless in a new folder
 NOT_RUN = {  # how a command begins: why it is not run here
+    "fastdeploy-cache simulate-faults": "takes minutes: tests/simulation/test_command.py runs it shorter",
+    "fastdeploy-cache soak": "takes minutes: tests/simulation/test_soak.py runs it shorter",
+    "python -m tests.model.replay_stories": "takes an hour: tests/model/test_repeated.py runs a few stories",
     "fastdeploy-cache start": "starts a server: tests/launch/test_scripts.py does",
     "fastdeploy-cache status": "looks at a server: tests/launch/test_scripts.py does",
     "fastdeploy-cache stop": "ends a server: tests/launch/test_scripts.py does",

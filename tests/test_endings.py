@@ -21,6 +21,8 @@ import pytest
 
 from tests.rigs.leaks import new_shm_files, shm_files
 
+pytestmark = pytest.mark.processes
+
 def test_it_leaves_a_process(tmp_path_factory):
     process = subprocess.Popen(["sleep", "600"])
     open("PID", "w").write(str(process.pid))

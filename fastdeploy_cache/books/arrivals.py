@@ -59,9 +59,10 @@ def land(tree: PrefixTree, segment: Segment, succeeded: bool) -> int:
 
     Returns how many joined: the last ones. The other ids are still the task's; all of them where memory runs out.
     """
-    run = segment.run
-    joined = _fitting(segment) if succeeded and run.epoch == tree.epoch else array("i")
+    run, joined = segment.run, array("i")
     try:
+        if succeeded and run.epoch == tree.epoch:
+            joined = _fitting(segment)
         if joined:
             _join(tree, segment, joined)
     except MemoryError:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
+from itertools import islice
 from typing import NoReturn
 
 import numpy as np
 
-from fastdeploy_cache.books.id_table import IdTable, new_id_table
+from fastdeploy_cache.books.id_table import Ids, IdTable, new_id_table
 from fastdeploy_cache.errors import BlockOwnerError
 
 
@@ -38,10 +39,12 @@ class BlockPool:
         self._table = new_table(num_blocks)
         self.count: Callable[[Owner], int] = self._table.count  # blocks of this owner
         self.num_free = num_blocks  # that `allocate` can give: of the counts, the one that every verb looks at
-        self._num_readers: dict[int, int] = {}  # blocks that something reads which does not keep them from being freed
+        # Blocks that something reads which does not keep them from being freed. Of one that was freed meanwhile the
+        # number is negative: it is a task's until the last reader has gone.
+        self._num_readers: dict[int, int] = {}
         self.num_read = 0  # blocks that are being read and, if freed now, would not be free
         self._num_read_of = [0 for _ in Owner]  # how many of these each owner has
-        self._deferred: set[int] = set()  # of these, freed meanwhile: a task's until the last reader has gone
+        self._one = array("i", [0])  # a block that goes home
 
     def owner(self, block_id: int) -> Owner:
         """Who owns a block."""
@@ -55,9 +58,10 @@ class BlockPool:
         self.num_free = self._table.num_free
         return ids
 
-    def check(self, ids: array[int], owner: Owner) -> None:
-        """Raise `BlockOwnerError` for the first of `ids` that is not of `owner`, or is there twice."""
-        if not self._table.move(ids, owner, owner):
+    def check(self, ids: Ids, owner: Owner) -> None:
+        """Raise `BlockOwnerError` for the first of `ids` that is not of `owner`, is there twice, or was given back."""
+        readers = self._num_readers
+        if not self._table.move(ids, owner, owner) or (readers and any(readers.get(i, 0) < 0 for i in ids)):
             self._refuse(ids, owner)
 
     def hand_over(self, ids: array[int], giver: Owner, taker: Owner) -> None:
@@ -82,7 +86,7 @@ class BlockPool:
     @property
     def deferred_ids(self) -> list[int]:
         """Blocks that were freed and are still being read."""
-        return list(self._deferred)
+        return [block_id for block_id, num_readers in self._num_readers.items() if num_readers < 0]
 
     def begin_reading(self, ids: array[int]) -> None:
         """Something slow reads these: their owner may free them any time, but they are given out only after
@@ -97,58 +101,68 @@ class BlockPool:
                     self._num_read_of[self._table.owners[block_id]] += 1
                     self.num_read += 1
         except BaseException:
-            self.end_reading(ids[:num_begun])
+            self.end_reading(islice(ids, num_begun))
             raise
 
-    def end_reading(self, ids: array[int]) -> None:
-        """Nobody reads them any more on behalf of that call."""
-        gone = array("i")
+    def end_reading(self, ids: Iterable[int]) -> None:
+        """Nobody reads them any more on behalf of that call. Needs no memory."""
         for block_id in ids:
-            self._num_readers[block_id] -= 1
-            if not self._num_readers[block_id]:
-                del self._num_readers[block_id]
-                self._num_read_of[self._table.owners[block_id]] -= 1
-                if block_id in self._deferred:
-                    self._deferred.remove(block_id)
-                    gone.append(block_id)
-                else:
-                    self.num_read -= 1
-        if gone:
-            self.free(gone, TASK)
+            num_readers = self._num_readers[block_id]
+            if abs(num_readers) > 1:
+                self._num_readers[block_id] -= 1 if num_readers > 0 else -1
+                continue
+            del self._num_readers[block_id]
+            self._num_read_of[self._table.owners[block_id]] -= 1
+            if num_readers < 0:
+                self._one[0] = block_id
+                self._table.move(self._one, TASK, FREE)
+            else:
+                self.num_read -= 1
+        self.num_free = self._table.num_free
 
     def unread(self, ids: array[int]) -> array[int]:
         """Those that nothing reads."""
         readers = self._num_readers
         return array("i", [block_id for block_id in ids if block_id not in readers]) if readers else ids
 
-    def _defer(self, ids: array[int], giver: Owner) -> array[int]:
-        """Keep those of `ids` that are being read; returns the others, which are all the task's now."""
-        unread = self.unread(ids)
-        read = set(ids).difference(unread)
-        self.check(ids, giver)  # a double would not be one's who gives to itself
-        self.hand_over(ids, giver, TASK)
-        self._deferred.update(read)
-        self.num_read -= len(read)
-        return unread
-
     # -- ending
 
-    def free(self, ids: array[int], giver: Owner) -> None:
-        """Take `ids` back from their owner; all of them or, on `BlockOwnerError`, none."""
+    def free(self, ids: Ids, giver: Owner) -> None:
+        """Take `ids` back from their owner; all of them or, on `BlockOwnerError`, none. Needs no memory."""
         if self._num_readers and not self._num_readers.keys().isdisjoint(ids):
-            ids, giver = self._defer(ids, giver), TASK
+            self.check(ids, giver)
+            self.free_each(ids, giver)
+            return
         if not self._table.move(ids, giver, FREE):
             self._refuse(ids, giver)
         self.num_free = self._table.num_free
 
-    def _refuse(self, ids: array[int], giver: Owner) -> NoReturn:
+    def free_each(self, ids: Iterable[int], giver: Owner) -> None:
+        """The same one after the other, for who has no list of them: that would need memory. On `BlockOwnerError` those
+        before it are free."""
+        try:
+            for block_id in ids:
+                num_readers = self._num_readers.get(block_id, 0)
+                self._one[0] = block_id
+                if num_readers < 0 or not self._table.move(self._one, giver, TASK if num_readers else FREE):
+                    self._refuse(self._one, giver)
+                if num_readers:
+                    self._num_readers[block_id] = -num_readers
+                    self._num_read_of[giver] -= 1
+                    self._num_read_of[TASK] += 1
+                    self.num_read -= 1
+        finally:
+            self.num_free = self._table.num_free
+
+    def _refuse(self, ids: Ids, giver: Owner) -> NoReturn:
         """Name the first id of `ids` that its giver may not give."""
         seen = set()
         for block_id in ids:
             if not 0 <= block_id < self.num_blocks:
                 raise BlockOwnerError(f"{self.tier} has no block {block_id}; ids are 0 to {self.num_blocks - 1}")
-            if self._table.owners[block_id] != giver or block_id in seen:
-                owner = "given twice" if block_id in seen else _WORDS[self.owner(block_id)]
+            is_twice = block_id in seen or self._num_readers.get(block_id, 0) < 0
+            if self._table.owners[block_id] != giver or is_twice:
+                owner = "given twice" if is_twice else _WORDS[self.owner(block_id)]
                 raise BlockOwnerError(
                     f"{self.tier} block {block_id} is {owner}, not {_WORDS[giver]}; give each back once, by its owner"
                 )

@@ -41,14 +41,15 @@ def evict(residency: Residency, tier: Tier, num_blocks: int) -> None:
                     policy.drop_small_leaves(tier, len(runs))
     finally:
         if gone is not None:  # where they are small they are many: their ids are freed all at once
-            pool.free(gone.ids[: gone.num_blocks], RUN)
+            del gone.ids[gone.num_blocks :]
+            pool.free(gone.ids, RUN)
             residency.ages.evicted_together(tier, gone.runs)
 
 
 def _shorten(residency: Residency, run: Run, tier: Tier, num_left: int) -> None:
     """What `evict_tail` does to a leaf that is in this tier alone, of which nothing is read, and which keeps a part."""
     taps, policy, why, num_gone = residency.taps, residency.policy, _LOSSES[tier], run.num_blocks - num_left
-    residency.pools[tier].free(run.cut_ids(tier, num_left), RUN)
+    run.free_ids(tier, num_left, residency.pools[tier])
     for left in taps.left:
         left(run, tier, num_left, num_gone, why)
     for ended in taps.ended:
@@ -147,11 +148,14 @@ def evict_run(residency: Residency, evicted: array[int]) -> None:
     pool, num_held = residency.pools[0], run.num_held
     gone, kept = run.ids_in(GPU, num_held), run.gpu[: num_held * ID_BYTES]
     unread = pool.unread(gone)
-    evicted.extend(unread)  # first: it may need memory
-    pool.hand_over(unread, RUN, CALLER)
+    read = array("i")
     if len(unread) < len(gone):
         mine = set(unread)
-        pool.free(array("i", [block_id for block_id in gone if block_id not in mine]), RUN)
+        read.extend(block_id for block_id in gone if block_id not in mine)
+    evicted.extend(unread)  # the last that may need memory, and before anything has changed
+    pool.hand_over(unread, RUN, CALLER)
+    if read:
+        pool.free(read, RUN)
     run.gpu = kept
     if not kept:
         residency.count_child(run, GPU, -1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
 from fastdeploy_cache.books.block_pool import BlockPool
 from fastdeploy_cache.books.large_dict import LargeDict
@@ -71,7 +71,11 @@ class Graves:
             if child.children:
                 self._look_through(child)
             else:
-                self._truncate(child, child.num_held)
+                try:
+                    self._truncate(child, child.num_held)
+                except BaseException:  # no memory: it is looked at again
+                    below[cast("Any", key)] = child
+                    raise
 
     def _end(self, run: Run) -> None:
         """What nobody holds below it has gone."""

@@ -48,6 +48,7 @@ def insert(
             num_known = num_common(run, offset, keys, slice(first + position, first + end), tree.block_bytes)
             if not num_known:  # the prompts part here
                 run = tree.split(run, offset)
+                done = run, *done[1:]  # the upper part, which ends there, is what was reached
                 continue
             num_there = min(num_known, max(0, run.num_gpu - offset))
             known = duplicates + ids[position : position + num_there]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final, Protocol, Union
 
+Ids = Union["array[int]", memoryview]  # of blocks, as numbers of four bytes
 _FREE, _NUM_OWNERS = 0, 5  # of `Owner`
 _MOVING = 0xFF  # of nobody, while ids are moved: so that one that is given twice is seen
 
@@ -31,7 +32,7 @@ class IdTable(Protocol):
         """The lowest free ids, in order, for an owner; `ValueError` where there are fewer."""
         ...
 
-    def move(self, ids: array[int], giver: int, taker: int, /) -> bool:
+    def move(self, ids: Ids, giver: int, taker: int, /) -> bool:
         """Give ids from one owner to another, or to the same. Takes no memory.
 
         False where one of them is not the giver's, or is there twice: then nothing has changed.
@@ -69,7 +70,7 @@ class IdTableInPython:
         self._counts[owner] += num_blocks
         return ids
 
-    def move(self, ids: array[int], giver: int, taker: int, /) -> bool:
+    def move(self, ids: Ids, giver: int, taker: int, /) -> bool:
         """See `IdTable`."""
         if not (0 <= giver < _NUM_OWNERS and 0 <= taker < _NUM_OWNERS):
             raise ValueError(f"from owner {giver} to {taker}; an owner is 0 to {_NUM_OWNERS - 1}")

@@ -20,6 +20,12 @@ def gpu_ids(path: list[Run], num_blocks: int) -> array[int]:
     return ids
 
 
+def num_gpu(path: list[Run], num_blocks: int) -> int:
+    """How many of a path's first `num_blocks` blocks are on the GPU. It asks for no memory. Of a path that was found,
+    these are no more than were found: behind them its last run may go on with another prompt."""
+    return min(num_blocks, sum(run.num_gpu for run in path))
+
+
 def coming_and_cold(path: list[Run], num_blocks: int) -> tuple[int, list[Part]]:
     """Behind the blocks on the GPU, up to `num_blocks`: how many are being loaded by others, and what nobody loads yet.
 

@@ -18,7 +18,7 @@ from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.residency import Pools, Residency
 from fastdeploy_cache.books.run import TIERS, Pin, Run
 from fastdeploy_cache.books.taps import Loss
-from fastdeploy_cache.books.transfer import Segment, split_pins
+from fastdeploy_cache.books.transfer import Segment, halves, split_pins
 from fastdeploy_cache.ipc.clock import Clock
 
 _SWEEP_EVERY = 64  # namespaces that come
@@ -166,7 +166,7 @@ class PrefixTree:
         self.residency.begin_epoch(lost_by)
         self.generations.begin(Reason.RESET)
         self.policy.clear(self.residency.is_leaf, self.split)
-        self.graves.clear(AT_ONCE)
+        self.mishaps.contain("settling", lambda: self.graves.clear(AT_ONCE))  # what is left goes bit by bit
 
     # -- shape
 
@@ -175,6 +175,7 @@ class PrefixTree:
         assert run.parent is not None and 0 < num_blocks < run.num_blocks
         residency, had_blocks = self.residency, (bool(run.gpu), bool(run.cpu))
         upper, key = run.front(num_blocks, self.block_bytes), residency.key(run)
+        ids = halves(run, num_blocks) if run.pins else {}
         upper.is_shared = True
         run.cut_front(upper, self.block_bytes)  # may lack memory: until here nothing has changed
         run.parent.add_child(key, upper)
@@ -182,8 +183,9 @@ class PrefixTree:
         upper.add_child(residency.key(run), run)
         upper.num_gpu_children, upper.num_cpu_children = int(bool(run.gpu)), int(bool(run.cpu))
         for tier in TIERS:
-            residency.count_child(upper, tier, bool(upper.packed_ids(tier)) - had_blocks[tier])
-        split_pins(run, upper)
+            if change := bool(upper.packed_ids(tier)) - had_blocks[tier]:
+                residency.count_child(upper, tier, change)
+        split_pins(run, upper, ids)
         for parted in residency.taps.parted:
             parted(upper, run)
         for tier in TIERS:

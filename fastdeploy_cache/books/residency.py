@@ -9,7 +9,7 @@ from fastdeploy_cache.books.block_pool import RUN, BlockPool
 from fastdeploy_cache.books.graves import Graves
 from fastdeploy_cache.books.leaves.guarded import GuardedPolicy
 from fastdeploy_cache.books.lost_blocks import LostBlocks
-from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, TIERS, Run, Tier
+from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, TIERS, Run, Tier, as_kept
 from fastdeploy_cache.books.taps import Loss, Taps
 from fastdeploy_cache.books.transfer import Segment
 from fastdeploy_cache.ipc.clock import Clock
@@ -84,7 +84,7 @@ class Residency:
     def add_copies_below(self, run: Run, ids: array[int]) -> None:
         """More copies in front of those that the run has."""
         before = run.num_in(CPU, run.num_held)
-        run.cpu = ids.tobytes() + run.cpu
+        run.cpu = as_kept(ids.tobytes() + run.cpu)
         run.cpu_start -= len(ids)
         self.num_protected[1] += run.num_in(CPU, run.num_held) - before
         for came in self.taps.came:
@@ -101,11 +101,11 @@ class Residency:
         return packed
 
     def drop_spare_copies(self, run: Run) -> None:
-        """Free the copies of a run that is on the GPU as far as it was copied, and of which nothing is on its way: also
-        of one that is held, since what is held stays readable."""
-        is_spare = run.cpu and run.cpu_end <= run.num_gpu and run.epoch == self.epoch
-        if is_spare and not any(isinstance(pin, Segment) for pin in run.pins):
-            ids = run.ids_in(CPU)
+        """Free the copies of a run that is on the GPU as far as it was copied, and of which nothing is on its way or
+        being read: also of one that is held, since what is held stays readable."""
+        is_spare, ids = run.cpu and run.cpu_end <= run.num_gpu and run.epoch == self.epoch, run.ids_in(CPU)
+        is_used = any(isinstance(pin, Segment) for pin in run.pins) or len(self.pools[CPU].unread(ids)) < len(ids)
+        if is_spare and not is_used:
             self.take_copies(run, Loss.SPARE)
             self.pools[CPU].free(ids, RUN)
 
@@ -113,7 +113,7 @@ class Residency:
         """Give the run's ids in a tier behind the first `num_left` back; none of them is held."""
         num_gone = len(run.cpu if tier else run.gpu) // ID_BYTES - num_left
         if num_gone > 0:
-            self.pools[tier].free(run.cut_ids(tier, num_left), RUN)
+            run.free_ids(tier, num_left, self.pools[tier])
             if not num_left:
                 self.count_child(run, tier, -1)
             for left in self.taps.left:

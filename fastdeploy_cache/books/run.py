@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_marks import MARK_BYTES
+from fastdeploy_cache.books.block_pool import RUN, BlockPool
 from fastdeploy_cache.books.block_sample import BlockSample
 from fastdeploy_cache.books.large_dict import LargeDict, put
 
@@ -29,10 +30,15 @@ class Tier(IntEnum):
 
 TIERS = GPU, CPU = tuple(Tier)
 ID_BYTES = 4  # of a packed block id
-_SHORT_BYTES = 4096  # so much is kept as `bytes`, which are smaller than a `bytearray`, until the run grows or is cut
+_SHORT_BYTES = 4096  # so much is kept as `bytes`, which are smaller; more as a `bytearray`, which is cut in place
 DEFAULT_PRIORITY = 35  # of a request that has none of its own, for the policy `priority`
 Children = dict[bytes, "Run"] | LargeDict[bytes, "Run"]
 NO_CHILDREN: Mapping[bytes, Run] = MappingProxyType({})
+
+
+def as_kept(packed: bytes | bytearray) -> bytes | bytearray:
+    """Packed ids, as a run has them: see `_SHORT_BYTES`."""
+    return bytearray(packed) if type(packed) is bytes and len(packed) > _SHORT_BYTES else packed
 
 
 class PolicyNotes(msgspec.Struct, gc=False, frozen=True):
@@ -169,28 +175,30 @@ class Run(msgspec.Struct, gc=False, eq=False):
     def add_ids(self, tier: Tier, ids: array[int]) -> None:
         """More blocks at the end of its interval in a tier; all of them or, on `MemoryError`, none."""
         known = self.cpu if tier else self.gpu
+        known += ids
         if len(known) > _SHORT_BYTES and type(known) is bytes:
             known = bytearray(known)
-        known += ids
         if tier:
             self.cpu = known
         else:
             self.gpu = known
 
-    def cut_ids(self, tier: Tier, num_left: int) -> array[int]:
-        """Take all but so many off the end of its interval in a tier, and return them."""
-        known, size = self.cpu if tier else self.gpu, num_left * ID_BYTES
-        gone = array("i", known[size:])
-        if size <= _SHORT_BYTES and type(known) is bytes:
-            known = known[:size]
-        else:  # the end goes without a copy of the rest
-            known = bytearray(known) if type(known) is bytes else known
-            del known[size:]  # type: ignore[union-attr]
-        if tier:
-            self.cpu = known
+    def free_ids(self, tier: Tier, num_left: int, pool: BlockPool) -> None:
+        """Give all but so many at the end of its interval in a tier back to the pool. Needs no memory but for what is
+        short: room may be made because there is none."""
+        packed, size = self.cpu if tier else self.gpu, num_left * ID_BYTES
+        if type(packed) is bytes:
+            left, gone_ids = packed[:size], array("i", packed[size:])  # first: they may need memory, though little
+            pool.free(gone_ids, RUN)
+            packed = left
         else:
-            self.gpu = known
-        return gone
+            with memoryview(packed) as whole, whole[size:] as end, end.cast("i") as gone:
+                pool.free(gone, RUN)
+            del packed[size:]  # type: ignore[union-attr]
+        if tier:
+            self.cpu = packed
+        else:
+            self.gpu = packed
 
     def num_children_in(self, tier: Tier) -> int:
         """How many of its children have blocks in a tier."""
@@ -285,7 +293,8 @@ class Run(msgspec.Struct, gc=False, eq=False):
     def take_in(self, lower: Run) -> None:
         """The reverse: have what the run behind it has, too; all of it or, on `MemoryError`, nothing."""
         above, extras, hashes, marks = self.num_blocks, self.extras, self.hashes, self.block_marks
-        tokens, gpu, cpu = bytearray(self.tokens) + lower.tokens, self.gpu + lower.gpu, self.cpu + lower.cpu
+        tokens = bytearray(self.tokens) + lower.tokens
+        gpu, cpu = as_kept(self.gpu + lower.gpu), as_kept(self.cpu + lower.cpu)
         if len(hashes) == above * HASH_BYTES:  # else the last of its own blocks have no names yet
             hashes = hashes + lower.hashes
         if len(marks) == above * MARK_BYTES:
@@ -312,16 +321,24 @@ class Run(msgspec.Struct, gc=False, eq=False):
         self.gpu_since, self.cpu_since = lower.gpu_since, lower.cpu_since
 
     def cut(self, num_blocks: int, block_bytes: int) -> None:
-        """Keep its first blocks alone; no tier has those behind them any more."""
-        if type(self.tokens) is bytes:  # from now on the end goes without a copy of the rest
-            self.tokens = bytearray(self.tokens)
-        del self.tokens[num_blocks * block_bytes :]  # type: ignore[union-attr]
-        if self.hashes:
-            self.hashes = self.hashes[: num_blocks * HASH_BYTES]
-        if self.block_marks:
-            self.block_marks = self.block_marks[: num_blocks * MARK_BYTES]
+        """Keep its first blocks alone; no tier has those behind them any more. Needs no memory but for what is
+        short."""
+        tokens, size = self.tokens, num_blocks * block_bytes
+        if type(tokens) is bytes:
+            self.tokens = tokens[:size]
+        else:
+            del tokens[size:]  # type: ignore[union-attr]
+        try:
+            if self.hashes:
+                self.hashes = self.hashes[: num_blocks * HASH_BYTES]
+            if self.block_marks:
+                self.block_marks = self.block_marks[: num_blocks * MARK_BYTES]
+        except MemoryError:  # both are found anew where they are asked for
+            self.hashes = self.block_marks = b""
         if self.extras is not None:
-            self.extras = {block: extra for block, extra in self.extras.items() if block < num_blocks} or None
+            for block in range(num_blocks, self.num_blocks):
+                self.extras.pop(block, None)
+            self.extras = self.extras or None
         if (sample := self.notes.sample) is not None:
             sample.cut(num_blocks)
         self.num_blocks = num_blocks

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fastdeploy_cache.books.block_pool import RUN
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.generations import Reason
-from fastdeploy_cache.books.path import gpu_ids
+from fastdeploy_cache.books.path import num_gpu
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU, Run
 from fastdeploy_cache.books.taps import Loss
@@ -68,7 +68,7 @@ def drop_cpu(books: Books) -> None:
     tree.generations.begin(Reason.CPU_LOST)
     for pin, prefix in list(pinned.items()):
         path = pin.run.path()
-        num_left = len(gpu_ids(path, prefix.num_blocks))
+        num_left = num_gpu(path, prefix.num_blocks)
         if pin.run.epoch == tree.epoch and num_left < prefix.num_blocks:
             del pinned[pin]
             moved = tree.move_pin(pin, *tree.place(path, num_left))
@@ -77,7 +77,6 @@ def drop_cpu(books: Books) -> None:
                 pinned[moved] = prefix
     for run in reversed(list(tree.runs())):  # children first
         if run.cpu and run.epoch == tree.epoch:
-            ids = run.ids_in(CPU)
-            tree.residency.take_copies(run, Loss.RANK)
-            tree.pools[CPU].free(ids, RUN)
+            packed = tree.residency.take_copies(run, Loss.RANK)
+            tree.pools[CPU].free(memoryview(packed).cast("i"), RUN)  # a list of them would need memory
             tree.residency.truncate(run, run.num_gpu, Loss.RANK)

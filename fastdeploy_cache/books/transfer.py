@@ -54,7 +54,7 @@ class Transfer:
     num_waiting: int = 0  # matches that are not settled and contain blocks of it
     on_done: list[Callable[[], None]] = field(default_factory=list)  # called without the lock
     num_ahead: int = 0  # requests that use the destinations before the load has ended
-    kept_ids: array[int] = field(default_factory=lambda: array("i"))  # of those, what did not join the tree
+    kept: list[array[int]] = field(default_factory=list)  # of those, what did not join the tree
 
 
 def wait_done(transfers: Iterable[Transfer], timeout_seconds: float, clock: Clock) -> bool:
@@ -82,7 +82,19 @@ def segments_of(run: Run, tier: Tier) -> list[Segment]:
     ]
 
 
-def split_pins(lower: Run, upper: Run) -> None:
+Halves = dict[Pin, tuple["array[int]", "array[int]"]]  # the ids of segments above and below a cut
+
+
+def halves(run: Run, cut: int) -> Halves:
+    """What `split_pins` is going to need of a run that is cut after so many blocks; this may lack memory."""
+    ids: Halves = {}
+    for pin in run.pins:  # a comprehension would be one call more at each cut
+        if pin.end > cut and isinstance(pin, Segment) and pin.start < cut:
+            ids[pin] = pin.ids[: cut - pin.start], pin.ids[cut - pin.start :]
+    return ids
+
+
+def split_pins(lower: Run, upper: Run, ids: Halves) -> None:
     """Each pin follows its blocks; a segment on both sides becomes two. What is held stays the same blocks."""
     cut, above = upper.num_blocks, list(upper.pins)
     below: list[Pin] = []
@@ -91,10 +103,9 @@ def split_pins(lower: Run, upper: Run) -> None:
             pin.run = upper
             above.append(pin)
             continue
-        if isinstance(pin, Segment) and pin.start < cut:
-            num_above = cut - pin.start
-            part = Segment(pin.transfer, upper, pin.start, pin.ids[:num_above])
-            pin.start, pin.ids = cut, pin.ids[num_above:]
+        if pin in ids and isinstance(pin, Segment):
+            part = Segment(pin.transfer, upper, pin.start, ids[pin][0])
+            pin.start, pin.ids = cut, ids[pin][1]
             above.append(part)
             segments = pin.transfer.segments
             segments.insert(segments.index(pin), part)  # loads land from the top down

@@ -15,7 +15,7 @@ from fastdeploy_cache.books.changes import Used
 from fastdeploy_cache.books.evicting import evict, evict_run
 from fastdeploy_cache.books.growing import Insertion, insert
 from fastdeploy_cache.books.leaves.policy import Asked
-from fastdeploy_cache.books.path import gpu_ids
+from fastdeploy_cache.books.path import gpu_ids, num_gpu
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.run import GPU, Pin, Run, Tier
 from fastdeploy_cache.books.taps import Loss
@@ -90,8 +90,7 @@ class CallerBlocks:
                 num_coming = self._requests.num_coming() if tier is GPU else 0
                 raise OutOfBlocksError(missing, num_coming, num_all=num_all if num_blocks > num_all else None)
             ids = self._books.take(num_blocks, tier, CALLER)
-            self._own.note_taken(ids, tier)
-        return ids.tolist()
+            return self._own.note_taken(ids, tier)
 
     def free(self, block_ids: Sequence[int], tier: Tier = GPU) -> None:
         """The caller's blocks are free again; all of them or, on `BlockOwnerError`, none.
@@ -115,20 +114,19 @@ class CallerBlocks:
 
         Fewer where no more can be evicted. `allocate` evicts exactly what it needs.
         """
-        evicted = array("i")
         with self._books:
             self._books.check_open()
             residency, pool = self._tree.residency, self._books.pools[GPU]
-            evicted += pool.allocate(residency.graves.free(GPU, num_blocks), CALLER)  # a reset has forgotten these
+            evicted = pool.allocate(residency.graves.free(GPU, num_blocks), CALLER)  # a reset has forgotten these
             try:
                 while len(evicted) < num_blocks and residency.num_available(GPU) > pool.num_free:
                     evict_run(residency, evicted)
             except BaseException:  # no memory: the caller hears of none of them
                 pool.free(evicted, CALLER)
                 raise
-            self._own.note_taken(evicted, GPU)
+            listed = self._own.note_taken(evicted, GPU)
             self._books.note_moved(len(evicted))
-        return evicted.tolist()
+        return listed
 
     def hand_over(self, request: Request, block_ids: Sequence[int]) -> None:
         """The caller's blocks become a matched request's, behind those that it has, as if `allocate` had given them.
@@ -213,32 +211,32 @@ class CallerBlocks:
             BlockOwnerError: a block is not the caller's. Nothing was changed.
         """
         ids, keys, first_block = as_ids(block_ids), self._finder.keys(request), as_first(first_block)
-        num_blocks = first_block + len(ids)
-        if num_blocks > request.num_tokens // self._config.block_size:
+        num_blocks, num_asked = first_block + len(ids), request.num_tokens // self._config.block_size
+        if num_blocks > num_asked:
             raise RequestError(f"insert of {num_blocks} blocks for {request.num_tokens} tokens; only full ones count")
         with self._books:
             self._books.check_open()
-            path, _ = self._tree.find(request.namespace, keys, first_block)
-            num_there, is_current = len(gpu_ids(path, first_block)), self._own.are_current(ids, generation)
+            path, num_found = self._tree.find(request.namespace, keys, first_block)
+            num_there, is_current = num_gpu(path, num_found), self._own.are_current(ids, generation)
             if num_there < first_block and is_current:
                 raise RequestError(f"insert behind block {first_block}, but not all before it is on the GPU")
             self._books.pools[GPU].check(ids, CALLER)
             caches = self._config.enable_prefix_caching and GPU not in self._books.asleep
             if not num_blocks or not caches or not is_current:
                 return Inserted(num_there, ids.tolist(), self._books.pin_prefix(path, num_there) if pin else None)
-            (run, end), known = self._tree.place(path, first_block), array("i")
+            (run, end), known, kept = self._tree.place(path, first_block), array("i"), ids.tolist()
             if ids:
                 at = (run, end) if run is not None else (self._tree.root(request.namespace), 0)
                 run, end, known, num_inserted = self._insert(at, keys, first_block, ids)
-                num_blocks, ids = first_block + num_inserted, known + ids[num_inserted:]
+                num_blocks = first_block + num_inserted
+                del kept[len(known) : num_inserted]  # cached now; what stood before them has a copy on the GPU
             assert run is not None
-            num_asked = request.num_tokens // self._config.block_size
             asked = Asked(num_asked, num_asked) if used else None
             # whatever becomes of the count, the blocks are cached
             count = functools.partial(self._count_use, request, run, end, asked, first_block + len(known))
             path = self._tree.mishaps.ask("policy", count, run.path())
             pinned = self._pin(path, num_blocks) if pin else None
-        return Inserted(num_blocks, ids.tolist(), pinned)
+        return Inserted(num_blocks, kept, pinned)
 
     def note_use(self, request: Request, *, num_found_blocks: int) -> int:
         """A request has ended that was served in blocks of its caller's own: what is cached of it was used once more.
@@ -270,7 +268,7 @@ class CallerBlocks:
             return None
 
     def _insert(self, at: tuple[Run, int], keys: BlockKeys, first_block: int, ids: array[int]) -> Insertion:
-        """What the tree did not want is the caller's still."""
+        """What the tree did not want is the caller's still; of `ids` only what is behind it is left."""
         pool = self._books.pools[GPU]
         pool.hand_over(ids, CALLER, REQUEST)
         try:
@@ -278,7 +276,9 @@ class CallerBlocks:
         except BaseException:
             pool.hand_over(ids, REQUEST, CALLER)
             raise
-        pool.hand_over(done.duplicates + ids[done.num_blocks :], REQUEST, CALLER)
+        del ids[: done.num_blocks]
+        for left in (done.duplicates, ids):
+            pool.hand_over(left, REQUEST, CALLER)
         return done
 
     def _count_use(self, request: Request, run: Run, end: int, asked: Asked | None, num_hit_blocks: int) -> list[Run]:

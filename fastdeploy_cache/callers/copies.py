@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from array import array
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import CALLER, TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Copied
-from fastdeploy_cache.books.path import Part, coming_and_cold, coming_ids, gpu_ids
+from fastdeploy_cache.books.path import Part, coming_and_cold, coming_ids, gpu_ids, num_gpu
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.callers.finder import Finder
@@ -94,9 +95,13 @@ class BlockCopies:
             sources = _copies(path, first_block, num_found)
             if not sources or not self._mover.can(TaskKind.SWAP_IN):
                 return CallerTransfer((), 0, self._books.clock)
-            destinations = ids[: len(sources)]
+            destinations, copies = ids[: len(sources)], self._books.pools[CPU]
             pins = [self._pin_at(path, first_block + len(sources))]
-            cargo = self._own.fill(destinations, GPU, self._tree.generation, pins=pins)
+            # The pin keeps the blocks, though not each of their copies: one that is spare, as its block is on the GPU,
+            # would be freed and filled with another block under the task.
+            copies.begin_reading(sources)
+            end = functools.partial(copies.end_reading, sources)
+            cargo = self._own.fill(destinations, GPU, self._tree.generation, pins=pins, then=end)
             transfer = self._send(TaskKind.SWAP_IN, sources, cargo)
             self._tree.policy.touch(path)
         return CallerTransfer((transfer,), len(sources), self._books.clock)
@@ -122,12 +127,16 @@ class BlockCopies:
             if num_found < first_block or not num_new or not enabled or not self._mover.can(TaskKind.SWAP_OUT):
                 return CallerTransfer((), 0, self._books.clock)
             pins = [self._pin_at(path, num_found)] if num_found else []
+            sources = ids[num_found - first_block :]  # at most
             destinations = self._room_below(num_new, pins)
             if not destinations:
                 return CallerTransfer((), 0, self._books.clock)
-            start = num_found - first_block
-            sources = ids[start : start + len(destinations)]
-            self._books.pools[GPU].begin_reading(sources)
+            del sources[len(destinations) :]
+            try:
+                self._books.pools[GPU].begin_reading(sources)
+            except BaseException:
+                self._books.pools[CPU].free(destinations, TASK)
+                raise
             began = self._tree.generation
 
             def end(succeeded: bool) -> None:
@@ -151,12 +160,13 @@ class BlockCopies:
             _, parts = coming_and_cold(path, num_found)
             if sum(n for _, _, n in parts) and not self._start_load(path, num_found, parts):
                 return None
-            ids, transfers = coming_ids(path, len(gpu_ids(path, num_found)), num_found)
-            pinned = self._books.pin_prefix(path, num_found) if ahead else None  # first: it may need memory
+            ids, transfers = coming_ids(path, num_gpu(path, num_found), num_found)
+            listed = ids.tolist()  # first: it may need memory, as may the next
+            pinned = self._books.pin_prefix(path, num_found) if ahead else None
             for transfer in transfers if ahead else ():
                 self._mover.use_ahead(transfer)
                 self.ahead[transfer] = self.ahead.get(transfer, 0) + 1
-            return CallerLoad(transfers, ids, pinned, self._tree.generation, self._books.clock)
+            return CallerLoad(transfers, listed, pinned, self._tree.generation, self._books.clock)
 
     def end_load(self, load: CallerLoad, timeout_seconds: float = 0.0) -> bool:
         """The caller uses the blocks of an `ahead` load no more, or only as cached ones; whether all of it has come.
@@ -195,9 +205,10 @@ class BlockCopies:
 
     def _start_load(self, path: list[Run], num_found: int, parts: list[Part]) -> bool:
         pin = self._tree.move_pin(None, *self._tree.place(path, num_found))  # or the eviction might take its beginning
-        starts = self._loader.start(parts, sum(n for _, _, n in parts))
-        self._tree.move_pin(pin, None, 0)
-        return starts
+        try:
+            return self._loader.start(parts, sum(n for _, _, n in parts))
+        finally:
+            self._tree.move_pin(pin, None, 0)
 
     def _pin_at(self, path: list[Run], num_blocks: int) -> Pin:
         run, end = self._tree.place(path, num_blocks)
@@ -218,16 +229,15 @@ class BlockCopies:
         """Copies have come to the CPU tier: they join the tree and may go on to storage."""
         try:
             num_joined = insert_copies(self._tree, namespace, keys, first, ids, stored=False) if ids else 0
-        except MemoryError:  # then nothing has joined, and the ids go home
+            if num_joined:
+                path, _ = self._tree.find(namespace, keys, first + len(ids))
+                self._books.note(Copied(Pin(path[-1], path[-1].cpu_end), num_blocks=num_joined))
+        except MemoryError:  # what has not joined goes home
             self._tree.mishaps.note("landing")
-            num_joined = 0
-        if num_joined:
-            path, _ = self._tree.find(namespace, keys, first + len(ids))
-            self._books.note(Copied(Pin(path[-1], path[-1].cpu_end), num_blocks=num_joined))
 
     def _end_cpu(self, destinations: array[int], sources: array[int]) -> None:
         pool = self._books.pools[CPU]
-        pool.free(array("i", [i for i in destinations if pool.owner(i) is TASK]), TASK)
+        pool.free_each((i for i in destinations if pool.owner(i) is TASK), TASK)  # the others have joined the tree
         self._books.pools[GPU].end_reading(sources)
 
 

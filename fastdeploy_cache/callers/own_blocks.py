@@ -21,11 +21,11 @@ class OwnBlocks:
         self._taken: tuple[dict[int, int], dict[int, int]] = ({}, {})  # by Tier: the generation of taking or filling
         self._filling: tuple[dict[int, CallersBlocks], dict[int, CallersBlocks]] = ({}, {})  # by Tier: copied into
 
-    def note_taken(self, ids: array[int], tier: Tier, generation: int | None = None) -> None:
-        """Note when the caller got its blocks; they are free again where there is no memory for that."""
+    def note_taken(self, ids: array[int], tier: Tier) -> list[int]:
+        """Note when the caller got its blocks, and list them; they are free again where there is no memory for that."""
         try:
-            taken = self._tree.generation if generation is None else generation
-            self._taken[tier].update(dict.fromkeys(ids, taken))
+            self._taken[tier].update(dict.fromkeys(ids, self._tree.generation))
+            return ids.tolist()
         except MemoryError:
             self._tree.pools[tier].free(ids, CALLER)
             raise
@@ -60,21 +60,31 @@ class OwnBlocks:
         pins: Sequence[Pin] = (),
         then: Callable[[], None] = lambda: None,
     ) -> CallersBlocks:
-        """The caller's blocks are the task's until it has ended; then they hold what is as old as `generation`."""
-        pool, filling = self._tree.pools[tier], self._filling[tier]
-        pool.hand_over(ids, CALLER, TASK)
+        """The caller's blocks are the task's until it has ended; then they hold what is as old as `generation`.
+
+        `then` is called at that end, and where this gets no memory, which changes nothing.
+        """
+        pool, filling, taken = self._tree.pools[tier], self._filling[tier], self._taken[tier]
 
         def give(_: bool) -> None:
-            kept = array("i", [block_id for block_id in ids if block_id not in cargo.unwanted])
-            pool.hand_over(kept, TASK, CALLER)
-            self.note_taken(kept, tier, generation)
-            pool.free(array("i", cargo.unwanted), TASK)
-            for block_id in kept:
-                del filling[block_id]
+            pool.hand_over(ids, TASK, CALLER)  # those that are unwanted, too: a list of the others would need memory
+            for block_id in ids:
+                if block_id not in cargo.unwanted:
+                    taken[block_id] = generation  # it is there already
+                    del filling[block_id]
+            pool.free_each(cargo.unwanted, CALLER)
             then()
 
         cargo = CallersBlocks(self._books, ids, pins, give)
-        filling.update(dict.fromkeys(ids, cargo))
+        try:
+            filling.update(dict.fromkeys(ids, cargo))
+            pool.hand_over(ids, CALLER, TASK)
+        except BaseException:
+            for block_id in ids:
+                if filling.get(block_id) is cargo:
+                    del filling[block_id]
+            then()
+            raise
         return cargo
 
 

@@ -43,13 +43,13 @@ class CallerLoad(CallerTransfer):
     def __init__(
         self,
         transfers: Sequence[Transfer],
-        block_ids: Sequence[int],
+        block_ids: list[int],
         pinned: PinnedPrefix | None,
         generation: int,
         clock: Clock,
     ) -> None:
         super().__init__(transfers, len(block_ids), clock)
-        self.block_ids = list(block_ids)
+        self.block_ids = block_ids
         self.generation = generation  # of the cache, when it began
         self.pinned = pinned  # with `ahead`, until `end`
 

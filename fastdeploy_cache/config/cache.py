@@ -12,6 +12,7 @@ import msgspec
 
 from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import ConfigError, LayoutError, counted
+from fastdeploy_cache.ipc.codec import taken_apart
 from fastdeploy_cache.policies import DEFAULT_HISTORY_BYTES, EVICTION_POLICIES, MIN_HISTORY_BYTES
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
@@ -326,7 +327,7 @@ class CacheConfig:
         sources.merge(from_arguments(arguments), _ALTERNATIVES)
         try:
             check_keys(sources.settings)
-            config: CacheConfig = msgspec.convert(with_sizes(sources.settings), cls, strict=False)
+            config: CacheConfig = msgspec.convert(with_sizes(sources.settings), taken_apart(cls), strict=False)
         except (msgspec.ValidationError, ConfigError, LayoutError) as error:
             raise sources.blame(error, CONFIG_KINDS) from error
         return config, sources.origins

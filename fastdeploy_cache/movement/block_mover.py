@@ -92,7 +92,7 @@ class BlockMover:
     def store(self, parts: Sequence[Part]) -> None:
         """Start copying blocks down; the room in the CPU tier is there already."""
         self._start(CPU, parts)
-        self.num_storing += sum([length for _, _, length in parts])
+        self.num_storing += sum(length for _, _, length in parts)
 
     def copy(self, run: Run, block: int, num_tokens: int) -> tuple[Transfer, OneBlock]:
         """Start copying the first tokens of one block of a run into a free GPU block; there is one."""
@@ -172,11 +172,8 @@ class BlockMover:
             for pin in transfer.cargo.pins:
                 self._tree.pin(pin)
                 pinned.append(pin)
-            self.in_flight[transfer.task_id] = transfer
-            self._outbox.put(task)
+            self._outbox.put(task, self.in_flight, transfer)
         except BaseException:
-            self.in_flight.pop(transfer.task_id, None)
-            self.tasks.end(transfer.task_id)
             for pin in pinned:
                 self._tree.unpin(pin)
             raise
@@ -198,9 +195,10 @@ class BlockMover:
         """It uses them no more."""
         transfer.num_ahead -= 1
         if not transfer.num_ahead and transfer.done.is_set():
-            self._tree.pools[transfer.tier].free(transfer.kept_ids, TASK)
-            transfer.kept_ids = array("i")
-            self.in_flight.pop(transfer.task_id, None)
+            while transfer.kept:
+                self._tree.pools[transfer.tier].free(transfer.kept.pop(), TASK)
+            if not transfer.is_quarantined:
+                self.in_flight.pop(transfer.task_id, None)
 
     # -- ending
 
@@ -244,7 +242,7 @@ class BlockMover:
             transfer.cargo = None  # it points back: such a cycle for each task would be left to the garbage collector
         else:
             transfer.succeeded, transfer.is_quarantined = False, True
-        if not transfer.kept_ids and not transfer.is_quarantined:
+        if not transfer.kept and not transfer.is_quarantined:
             del self.in_flight[transfer.task_id]
         transfer.done.set()
         calls, transfer.on_done = transfer.on_done, []

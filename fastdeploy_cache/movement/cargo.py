@@ -52,7 +52,8 @@ class Landings:
             self._num_landed[transfer.tier] += num_joined
             num_left = len(segment.ids) - num_joined
             if num_left:
-                self._send_home(segment.ids[:num_left])
+                del segment.ids[num_left:]
+                self._send_home(segment.ids)
             transfer.num_lost += num_left
             if num_joined and transfer.tier is CPU and Copied in books.listeners:
                 books.note(Copied(Pin(segment.run, segment.run.cpu_end), num_blocks=num_joined))
@@ -61,7 +62,7 @@ class Landings:
         """Ids that no run took. Where a request already reads them they stay with the task: given out again, they would
         be overwritten under a step that is running."""
         if self._transfer.num_ahead:
-            self._transfer.kept_ids += ids
+            self._transfer.kept.append(ids)  # one array of all would need memory
         else:
             self._books.pools[self._transfer.tier].free(ids, TASK)
 

@@ -6,11 +6,13 @@ import functools
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.ipc.clock import Clock
 from fastdeploy_cache.transfer_manager.task import RankResult, TaskKind, TransferResult, TransferTask
+
+T = TypeVar("T")
 
 
 class TakesTasks(Protocol):
@@ -57,11 +59,23 @@ class Outbox:
         self.queued: deque[TransferTask] = deque()
         self._submitting = threading.Lock()  # one thread at a time, or tasks would overtake each other
 
-    def put(self, task: TransferTask) -> None:
-        """Hand it over after this turn."""
-        if self._in_flight is not None:
-            self._in_flight.begin(task)
-        self.queued.append(task)
+    def put(self, task: TransferTask, noted: dict[int, T], of: T) -> None:
+        """Hand it over after this turn. Call this last: the task goes out even if what comes after it fails. Before
+        that it is `noted`, by its id, as one `of` what it is for: the answer to what is not noted would be nobody's.
+
+        Raises:
+            MemoryError: it is neither noted nor handed over.
+        """
+        noted[task.task_id] = of
+        try:
+            if self._in_flight is not None:
+                self._in_flight.begin(task)
+            self.queued.append(task)
+        except BaseException:
+            del noted[task.task_id]
+            if self._in_flight is not None:
+                self._in_flight.end(task.task_id)
+            raise
 
     def hand_over(self) -> None:
         """Give the client what is there.
@@ -73,8 +87,10 @@ class Outbox:
         while self.queued and self._submitting.acquire(blocking=False):
             try:
                 while self.queued:
-                    task = self.queued.popleft()
-                    if not self._mishaps.contain("client", functools.partial(self._client.submit, task)):
+                    task = self.queued[0]
+                    submit = functools.partial(self._client.submit, task)
+                    self.queued.popleft()
+                    if not self._mishaps.contain("client", submit):
                         refused = RankResult(rank=0, error="the client has raised; see the log", was_tried=False)
                         self._on_result(TransferResult(task=task, ranks=(refused,)))
             finally:

@@ -27,9 +27,9 @@ class NoTransfers:
     def committed(self, active: ActiveRequest) -> None:
         """Nobody reads it."""
 
-    def released(self, active: ActiveRequest) -> array[int]:  # noqa: ARG002 (see `PeerSends`)
+    def released(self, active: ActiveRequest, private_ids: array[int]) -> array[int]:  # noqa: ARG002 (see `PeerSends`)
         """No block stays."""
-        return array("i")
+        return private_ids
 
     def cancel(self, send: Send) -> None:
         """It is another cache's."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from fastdeploy_cache.transfer_manager.peer.offer import Offer
 from fastdeploy_cache.transfer_manager.peer.peer_signal import NUM_PEER_SLOTS
 from fastdeploy_cache.transfer_manager.task import Lane, TaskKind, TransferResult, TransferTask
 
+T = TypeVar("T")
 logger = event_log(__name__)
 
 _NO_IDS = np.empty(0, np.int32)
@@ -61,7 +63,7 @@ class LinkRoad:
         books.add_outlet(self._outbox)
         books.listen(Matched, lambda matched: self.receives.forget(matched.request_id))
         self.sends = PeerSends(books, self._put)
-        self.receives = PeerReceives(books, movement, self._put)
+        self.receives = PeerReceives(books, movement, self._put, self._on_load)
         self._settled = books.clock.event()  # nothing is on its way
         self._settled.set()
         self.is_quiet = False
@@ -97,8 +99,6 @@ class LinkRoad:
             check()
             number, slot = self.offers.next_number(), self._slot(offer.source.name)
             mine = self.receives.begin(request, keys, offer, number, slot)
-            for load in mine.loads:  # the end of each may be the last that was missing
-                load.on_done.append(functools.partial(self._on_load, mine))
         return mine.receive
 
     def cancel_receive(self, request: Request) -> None:
@@ -202,20 +202,24 @@ class LinkRoad:
         if not len(self.sends) and not len(self.receives):
             self._settled.set()
 
-    def _put(self, kind: TaskKind, ids: array[int], detail: Detail) -> int:
+    def _put(self, kind: TaskKind, ids: array[int], detail: Detail, noted: dict[int, T], of: T) -> int:
+        """Hand out a task, which is `noted` as one `of` its hand-over. Returns its id.
+
+        Raises:
+            MemoryError: there is no such task.
+        """
         task_id, self._next_task_id = self._next_task_id, self._next_task_id + 1
         packed = np.frombuffer(ids, np.int32) if ids else _NO_IDS
         is_send = kind.lane is Lane.OUT
-        self._outbox.put(
-            TransferTask(
-                task_id=task_id,
-                kind=kind,
-                source_ids=packed if is_send else _NO_IDS,
-                destination_ids=_NO_IDS if is_send else packed,
-                deadline=self._books.clock.now() + self._seconds(kind),
-                detail=detail.to_bytes(),
-            )
+        task = TransferTask(
+            task_id=task_id,
+            kind=kind,
+            source_ids=packed if is_send else _NO_IDS,
+            destination_ids=_NO_IDS if is_send else packed,
+            deadline=self._books.clock.now() + self._seconds(kind),
+            detail=detail.to_bytes(),
         )
+        self._outbox.put(task, noted, of)
         self._settled.clear()
         return task_id
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ class Peers:
     def __init__(self, config: CacheConfig, books: Books, requests: Requests, metrics: CacheMetrics) -> None:
         self._config, self._books, self._requests, self._metrics = config, books, requests, metrics
         self.road: Road | NoRoad = NoRoad()
-        requests.keep_offered = lambda active: self.road.sends.released(active)  # noqa: PLW0108 (of that road then)
+        requests.keep_offered = lambda active, ids: self.road.sends.released(active, ids)  # noqa: PLW0108 (of that road)
         books.listen(Forgotten, self._on_forgotten)
         books.listen(Committed, lambda committed: self.road.sends.committed(committed.active))
 
@@ -159,7 +160,7 @@ class Peers:
             road.offers.check(request, keys.extras, opened)  # hashes the prompt: not under the lock
             return road.receive(request, keys, opened, lambda: self._check_may_receive(road, request, opened))
         except PeerRefusedError:
-            self._metrics.record_peer("receive", opened.source.name, 0, 0.0, "refused")
+            self._count_refused(opened.source.name)
             logger.warning("event=receive_refused request=%s peer=%s", request.request_id, opened.source.name)
             raise
 
@@ -184,9 +185,13 @@ class Peers:
         try:
             return self._road_for("receive", "prefill").offers.open(offer)
         except PeerRefusedError as error:  # whose it is cannot be known: what it says is anybody's
-            self._metrics.record_peer("receive", OTHERS, 0, 0.0, "refused")
+            self._count_refused(OTHERS)
             logger.warning("event=offer_refused error=%r", str(error))
             raise
+
+    def _count_refused(self, peer: str) -> None:
+        record = functools.partial(self._metrics.record_peer, "receive", peer, 0, 0.0, "refused")
+        self._books.mishaps.contain("metrics", record)
 
     def _road_for(self, verb: str, wrong_role: str) -> Road:
         self._books.check_open()

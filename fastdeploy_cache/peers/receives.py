@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import REQUEST, TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.growing import insert
-from fastdeploy_cache.books.path import coming_and_cold, coming_ids, gpu_ids
+from fastdeploy_cache.books.path import coming_and_cold, coming_ids, num_gpu
 from fastdeploy_cache.books.run import GPU, Pin
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.errors import OutOfBlocksError
@@ -21,7 +23,6 @@ from fastdeploy_cache.transfer_manager.peer.messages import Detail, EndReceiveDe
 from fastdeploy_cache.transfer_manager.peer.offer import Offer
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
-Put = Callable[[TaskKind, "array[int]", Detail], int]  # a new task; returns its id
 Why = tuple[str, str]
 
 
@@ -44,12 +45,17 @@ class OpenReceive:
     is_wanted: bool = True
 
 
+# Hands out a new task, notes it in the dictionary, and returns its id.
+Put = Callable[[TaskKind, "array[int]", Detail, dict[int, OpenReceive], OpenReceive], int]
+
+
 class PeerReceives:
     """The ids belong to the task until every rank has answered: then nothing writes into them any more. A receive that
     has landed keeps its blocks where they are until its request is matched, or it is cancelled."""
 
-    def __init__(self, books: Books, movement: Movement, put: Put) -> None:
-        self._books, self._tree, self._put = books, books.tree, put
+    def __init__(self, books: Books, movement: Movement, put: Put, on_load: Callable[[OpenReceive], None]) -> None:
+        """`on_load`: a load that a receive waits for has ended; a turn of its own."""
+        self._books, self._tree, self._put, self._on_load = books, books.tree, put, on_load
         self._loader, self._copy_down = movement.loader, movement.copy_down
         self._by_task: dict[int, OpenReceive] = {}
         self._by_request: dict[str, OpenReceive] = {}  # that are wanted
@@ -81,36 +87,45 @@ class PeerReceives:
 
         Raises:
             OutOfBlocksError: there is none; nothing was changed.
+            MemoryError: likewise.
         """
-        tree = self._tree
+        tree, ids = self._tree, array("i")
         path, num_found = tree.find(request.namespace, keys, offer.num_blocks)
         pin = tree.move_pin(None, *tree.place(path, num_found))
-        num_coming, parts = coming_and_cold(path, num_found)
-        num_cold = sum(n for _, _, n in parts)
-        short = offer.num_blocks - num_found + num_cold - tree.residency.num_available(GPU)
-        if short > 0:
+        try:
+            num_coming, parts = coming_and_cold(path, num_found)
+            num_cold = sum(n for _, _, n in parts)
+            short = offer.num_blocks - num_found + num_cold - tree.residency.num_available(GPU)
+            if short > 0:
+                raise OutOfBlocksError(short, num_coming)
+            if num_cold and not self._loader.start(parts, num_cold):
+                num_found -= num_cold  # what cannot be loaded is received
+                pin = tree.move_pin(pin, *tree.place(path, num_found))
+            _, loads = coming_ids(path, num_gpu(path, num_found), num_found)
+            ids = self._books.take(offer.num_blocks - num_found, GPU, TASK)
+            receive = Receive(request.request_id, number, len(ids), self._books.clock.event())
+            name = offer.source.name
+            mine = OpenReceive(receive, request.namespace, keys, num_found, tree.generation, name, pin=pin, ids=ids)
+            mine.loads = loads
+            for load in loads:  # the end of each may be the last that was missing
+                load.on_done.append(functools.partial(self._on_load, mine))
+            detail = ReceiveDetail(
+                source=offer.source,
+                number=offer.number,
+                first_block=num_found,
+                num_blocks=offer.num_blocks,
+                receive_number=number,
+                slot=slot,
+            )
+            self._by_request[request.request_id] = mine
+            mine.task_id = self._put(TaskKind.RECEIVE, ids, detail, self._by_task, mine)
+        except BaseException:
+            self._by_request.pop(request.request_id, None)
+            tree.pools[0].free(ids, TASK)
             tree.move_pin(pin, None, 0)
-            raise OutOfBlocksError(short, num_coming)
-        if num_cold and not self._loader.start(parts, num_cold):
-            num_found -= num_cold  # what cannot be loaded is received
-            pin = tree.move_pin(pin, *tree.place(path, num_found))
-        ids = self._books.take(offer.num_blocks - num_found, GPU, TASK)
-        receive = Receive(request.request_id, number, len(ids), self._books.clock.event())
-        name = offer.source.name
-        mine = OpenReceive(receive, request.namespace, keys, num_found, tree.generation, name, pin=pin, ids=ids)
-        _, mine.loads = coming_ids(path, len(gpu_ids(path, num_found)), num_found)
-        for load in mine.loads:
+            raise
+        for load in loads:
             load.num_waiting += 1
-        detail = ReceiveDetail(
-            source=offer.source,
-            number=offer.number,
-            first_block=num_found,
-            num_blocks=offer.num_blocks,
-            receive_number=number,
-            slot=slot,
-        )
-        mine.task_id = self._put(TaskKind.RECEIVE, mine.ids, detail)
-        self._by_task[mine.task_id] = self._by_request[request.request_id] = mine
         return mine
 
     def answered(self, task_id: int, why: Why | None) -> OpenReceive:
@@ -144,7 +159,7 @@ class PeerReceives:
         if mine.generation != self._tree.generation:
             return "cancelled", "the cache was reset, slept or lost its KV arrays meanwhile"
         if mine.pin is not None:
-            num_here = len(gpu_ids(mine.pin.run.path(), mine.first))
+            num_here = num_gpu(mine.pin.run.path(), mine.first)
             if num_here < mine.first:
                 return "failed", f"the {mine.first} blocks before it were to come from the CPU tier; {num_here} did"
         return None
@@ -158,9 +173,8 @@ class PeerReceives:
         except BaseException:
             tree.pools[0].free(mine.ids, REQUEST)
             raise
-        unused = done.duplicates + mine.ids[done.num_blocks :]
-        if unused:  # computed here meanwhile
-            tree.pools[0].free(unused, REQUEST)
+        tree.pools[0].free(done.duplicates, REQUEST)  # computed here meanwhile
+        tree.pools[0].free_each(islice(mine.ids, done.num_blocks, None), REQUEST)
         mine.pin = tree.move_pin(pin, done.run, done.end)
         self._copy_down.committed(done.run, done.num_blocks)
 
@@ -184,7 +198,8 @@ class PeerReceives:
 
     def _end(self, mine: OpenReceive) -> None:
         number = mine.receive.number
-        self._put(TaskKind.END_RECEIVE, array("i"), EndReceiveDetail(receive_number=number))
+        detail = EndReceiveDetail(receive_number=number)
+        self._put(TaskKind.END_RECEIVE, array("i"), detail, {}, mine)  # nobody waits for its end
 
     def cancel_all(self) -> None:
         """Nothing is to be moved now. What has landed stays until it is matched."""

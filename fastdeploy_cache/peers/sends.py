@@ -15,8 +15,6 @@ from fastdeploy_cache.requests.active_request import VOID, ActiveRequest
 from fastdeploy_cache.transfer_manager.peer.messages import Detail, Reason, SendDetail, Why
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
-Put = Callable[[TaskKind, "array[int]", Detail], int]  # a new task; returns its id
-
 
 @dataclass(eq=False)
 class OpenSend:
@@ -34,6 +32,10 @@ class OpenSend:
     is_stale: bool = False  # there is more to tell
     pin: Pin | None = None
     ids: array[int] = field(default_factory=lambda: array("i"))  # blocks of the request that are not the tree's
+
+
+# Hands out a new task, notes it in the dictionary, and returns its id.
+Put = Callable[[TaskKind, "array[int]", Detail, dict[int, OpenSend], OpenSend], int]
 
 
 class PeerSends:
@@ -71,8 +73,13 @@ class PeerSends:
         """Offer the first `send.num_blocks` blocks of a settled request's tokens."""
         mine = OpenSend(send, active)
         mine.num_complete = mine.num_told = min(self._num_computed(active), send.num_blocks)
-        mine.task_id = self._put(TaskKind.SEND, active.block_ids[: mine.num_told], self._detail(mine))
-        self._by_task[mine.task_id] = self._by_request[send.request_id] = mine
+        ids = active.block_ids[: mine.num_told]
+        self._by_request[send.request_id] = mine
+        try:
+            mine.task_id = self._put(TaskKind.SEND, ids, self._detail(mine), self._by_task, mine)
+        except BaseException:
+            del self._by_request[send.request_id]
+            raise
 
     def step(self, active: ActiveRequest, num_tokens: int, step: int) -> None:
         """The model's step of that number computes the request's tokens up to there.
@@ -103,23 +110,33 @@ class PeerSends:
             text = f"a step computed {num_complete} of the {mine.num_told} blocks that it was to"
             self.fail(mine, "failed", text)  # what was read of the others is computed again
         elif num_complete > mine.num_complete:
-            mine.num_complete = num_complete
-            self._tell(mine, active, num_complete, None)
+            num_before, mine.num_complete = mine.num_complete, num_complete
+            try:
+                self._tell(mine, active, num_complete, None)
+            except MemoryError:  # nobody was told, and then its release fails the send
+                mine.num_complete = num_before
+                raise
 
     def _tell(self, mine: OpenSend, active: ActiveRequest, num_blocks: int, step: int | None) -> None:
         ids = active.block_ids[mine.num_told : min(num_blocks, mine.send.num_blocks)]
+        mine.untold_ids += ids  # first: it may need memory
+        step_before, mine.step = mine.step, step
         mine.num_told += len(ids)
-        mine.untold_ids += ids
-        mine.step = step
-        if ids or step is None:
-            self._update(mine)
+        try:
+            if ids or step is None:
+                self._update(mine)
+        except MemoryError:
+            mine.num_told -= len(ids)
+            mine.step = step_before
+            del mine.untold_ids[len(mine.untold_ids) - len(ids) :]
+            raise
 
     def _update(self, mine: OpenSend) -> None:
         mine.is_stale = mine.update_id is not None
         if not mine.is_stale:
-            ids, mine.untold_ids = mine.untold_ids, array("i")
-            mine.update_id = self._put(TaskKind.UPDATE_SEND, ids, self._detail(mine))
-            self._by_update[mine.update_id] = mine
+            ids, none = mine.untold_ids, array("i")
+            mine.update_id = self._put(TaskKind.UPDATE_SEND, ids, self._detail(mine), self._by_update, mine)
+            mine.untold_ids = none
 
     def updated(self, task_id: int, *, is_lost: bool) -> None:
         """An update was answered. One that was lost leaves its readers without block ids: the send fails."""
@@ -132,24 +149,30 @@ class PeerSends:
         elif mine.is_stale:
             self._update(mine)
 
-    def released(self, active: ActiveRequest) -> array[int]:
-        """The request goes: what was offered of it is the send's now. Returns those of its private ids that stay."""
-        mine = self._by_request.pop(active.request.request_id, None)
+    def released(self, active: ActiveRequest, private_ids: array[int]) -> array[int]:
+        """The request goes: what was offered of it is the send's now. Returns those of its private ids that go home.
+
+        Raises:
+            MemoryError: nothing was changed.
+        """
+        mine = self._by_request.get(active.request.request_id)
         if mine is None:
-            return array("i")
-        mine.active = None
+            return private_ids
+        told = set(active.block_ids[: mine.num_told])
+        kept = array("i", [block_id for block_id in private_ids if block_id in told])
+        home = array("i", [block_id for block_id in private_ids if block_id not in told])
+        del self._by_request[active.request.request_id]
+        mine.active, mine.ids = None, kept
         if mine.num_complete < mine.send.num_blocks or active.phase is VOID:
             text = f"the request was released with {mine.num_complete} of {mine.send.num_blocks} blocks computed"
             self.fail(mine, "failed", text)
-        told = set(active.block_ids[: mine.num_told])
-        mine.ids = array("i", [block_id for block_id in active.private_ids() if block_id in told])
-        if mine.ids:
-            self._tree.pools[0].hand_over(mine.ids, REQUEST, TASK)
+        if kept:
+            self._tree.pools[0].hand_over(kept, REQUEST, TASK)
         if active.pin is not None:
             path = active.pin.run.path()
             num_blocks = min(mine.num_told, active.num_pinned_blocks)
             mine.pin = self._tree.move_pin(None, *self._tree.place(path, num_blocks))
-        return mine.ids
+        return home
 
     def fail(self, mine: OpenSend, reason: Reason, text: str) -> None:
         """Nobody is to get it any more."""

@@ -6,11 +6,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from typing import NoReturn
 
 import msgspec
 
 from fastdeploy_cache.books.block_keys import BlockKeys
+from fastdeploy_cache.books.block_pool import REQUEST, BlockPool
 from fastdeploy_cache.books.changes import Change
 from fastdeploy_cache.books.leaves.policy import Asked
 from fastdeploy_cache.books.run import Pin
@@ -129,6 +131,20 @@ class ActiveRequest(msgspec.Struct, eq=False):
         """Blocks that are the request's own: duplicates of cached ones, and those not committed yet."""
         own = self.duplicates + self.block_ids[self.num_committed_blocks :]
         return own + self.copy.block_ids if self.copy is not None and self.copy.has_landed else own
+
+    def free_private(self, pool: BlockPool) -> None:
+        """Give these back, one by one where there is no memory for a list of them."""
+        if self.duplicates:
+            pool.free(self.duplicates, REQUEST)
+        try:
+            ids = self.block_ids[self.num_committed_blocks :]
+        except MemoryError:
+            pool.free_each(islice(self.block_ids, self.num_committed_blocks, None), REQUEST)
+        else:
+            if ids:
+                pool.free(ids, REQUEST)
+        if self.copy is not None and self.copy.has_landed:
+            pool.free(self.copy.block_ids, REQUEST)
 
     def refuse_commit(self, num_computed_tokens: int, num_held_tokens: int) -> NoReturn:
         """Say why so many tokens cannot be committed, where the request's blocks hold `num_held_tokens`."""

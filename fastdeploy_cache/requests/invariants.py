@@ -90,7 +90,7 @@ def _check_owners(
         CALLER: pool.ids_of(CALLER),
     }
     if tier is GPU:
-        owned[TASK] += [i for transfer in transfers for i in transfer.kept_ids]
+        owned[TASK] += [i for transfer in transfers for ids in transfer.kept for i in ids]
     owned[TASK] += held_ids
     owned[TASK] += pool.deferred_ids
     everything = sorted(i for ids in owned.values() for i in ids)
@@ -170,7 +170,7 @@ def _check_request(active: ActiveRequest) -> None:
         in_tree = [i for run in (*above, last) for i in run.ids_in(GPU)][:depth]
         assert len(in_tree) == depth, "settled on blocks off the GPU"
         own = active.block_ids[: active.num_committed_blocks]
-        duplicates = {*active.duplicates, *(i for transfer in active.ahead for i in transfer.kept_ids)}
+        duplicates = {*active.duplicates, *(i for transfer in active.ahead for ids in transfer.kept for i in ids)}
         assert all(a == b or a in duplicates for a, b in zip(own, in_tree, strict=True)), "block table off the tree"
 
 

@@ -203,11 +203,9 @@ class Matcher:
 
     def _copy_last(self, active: ActiveRequest, num_found: int) -> bool:
         """Copy the last block of a prompt that is cached whole, to compute its last token into the copy."""
-        request, size, residency = active.request, self._tree.block_size, self._books.residency
-        num_blocks = num_found + 1
-        if size == 1 or num_blocks * size != request.num_tokens:
-            return False
-        if request.ends_inside_image(request.num_tokens - 1):
+        request, size, num_blocks = active.request, self._tree.block_size, num_found + 1
+        ends_with_block = size > 1 and num_blocks * size == request.num_tokens
+        if not ends_with_block or request.ends_inside_image(request.num_tokens - 1):
             return False
         whole, found = self._tree.find(request.namespace, active.keys, num_blocks)
         if found < num_blocks or len(gpu_ids(whole, found)) < found or not self._mover.can(TaskKind.COPY):
@@ -215,12 +213,14 @@ class Matcher:
         run, end = self._tree.place(whole, num_blocks)
         assert run is not None
         with_source = self._tree.move_pin(None, run, end)  # or the eviction might take the very block
-        has_room = residency.num_available(GPU) > 0
-        if has_room:
+        try:
+            if self._books.residency.num_available(GPU) <= 0:
+                return False
             transfer, active.copy = self._mover.copy(run, end - 1, size - 1)
             self._wait_for(active, [transfer])
-        self._tree.move_pin(with_source, None, 0)
-        return has_room
+            return True
+        finally:
+            self._tree.move_pin(with_source, None, 0)
 
     def look(self, request: Request, keys: BlockKeys, num_blocks: int) -> Prefetch:
         """What is cached of a request's first blocks, counted as a touch: what is queued is not the coldest."""
@@ -270,10 +270,8 @@ class Matcher:
                     self._listener.note((SETTLED_LATE, active.trail.number))
         if active.phase is SETTLED or active.phase is VOID:
             return active.block_ids[: active.num_matched_blocks + bool(active.num_copied_tokens)], 0
-        if active.is_ahead:  # also where somebody else has computed a block meanwhile, it reads the one that is loading
-            ids = active.block_ids[: active.num_readable_blocks]
-        else:
-            ids, _ = self.arrived(active)
+        # One that runs ahead reads the blocks that are loading, also where somebody else has computed them meanwhile.
+        ids = active.block_ids[: active.num_readable_blocks] if active.is_ahead else self.arrived(active)[0]
         num_coming = active.num_pinned_blocks - len(ids)
         if is_fetching and active.prefetch is not None:
             end = active.prefetch.first + active.prefetch.num_wanted  # at most: storage may have less
@@ -328,17 +326,19 @@ class Matcher:
         self._settle_at(active, ids)
 
     def _settle_at(self, active: ActiveRequest, ids: array[int]) -> None:
+        copy, num_blocks = active.copy, len(ids)
+        is_taken = copy is not None and copy.has_landed and copy.is_shown
+        if copy is not None and is_taken:
+            ids += copy.block_ids  # first: it may need memory
         if active.loads or active.prefetch is not None:
             self.stop_waiting(active)
         active.enter(SETTLED)
-        active.block_ids = ids
-        active.num_matched_blocks = active.num_committed_blocks = len(ids)
-        copy, active.copy = active.copy, None
-        if copy is not None and not copy.has_landed:
-            copy.is_wanted = False
-        elif copy is not None and copy.is_shown:
-            active.block_ids += copy.block_ids
+        active.block_ids, active.copy = ids, None
+        active.num_matched_blocks = active.num_committed_blocks = num_blocks
+        if is_taken:
             active.num_copied_tokens = self._tree.block_size - 1
+        elif copy is not None and not copy.has_landed:
+            copy.is_wanted = False
         elif copy is not None:  # it has landed since the caller looked
             self._tree.pools[GPU].free(copy.block_ids, REQUEST)
 
@@ -362,7 +362,7 @@ class Matcher:
 
     def abandon(self, active: ActiveRequest) -> None:
         """The match has failed half way: take back what it holds. What it has started to load goes on for others."""
-        private_ids = active.private_ids()
+        active.free_private(self._tree.pools[GPU])
         self._end_room_wait(active)
         self.end_prefetch(active)
         self.stop_waiting(active)
@@ -370,8 +370,6 @@ class Matcher:
         if copy is not None:
             copy.is_wanted = False
         active.pin = self._tree.move_pin(active.pin, None, 0)
-        if private_ids:
-            self._tree.pools[GPU].free(private_ids, REQUEST)
 
     def _pin(self, active: ActiveRequest, path: list[Run], num_blocks: int) -> None:
         """Pin the first `num_blocks` blocks of a path instead of what was pinned before."""

@@ -38,13 +38,18 @@ class Publisher:
 
     def commit(self, active: ActiveRequest, num_computed_tokens: int, now: float) -> None:
         """The first so many tokens are computed and accepted: their full blocks become findable."""
-        if active.trail.stepped_at and num_computed_tokens - active.num_computed_tokens >= MIN_SAMPLE_TOKENS:
-            before = max(active.num_computed_tokens, active.num_matched_blocks * self._size + active.num_copied_tokens)
-            self._speeds.note_prefill(num_computed_tokens - before, now - active.trail.stepped_at)
+        num_before, stepped_at = active.num_computed_tokens, active.trail.stepped_at
         active.num_computed_tokens, active.trail.stepped_at = num_computed_tokens, now
         num_blocks = num_computed_tokens // self._size if self._cache_outputs else self._num_cacheable(active)
         if num_blocks > active.num_committed_blocks and self._enabled and self._may(active):
-            self._publish(active, num_blocks)
+            try:
+                self._publish(active, num_blocks)
+            except MemoryError:  # nothing was published
+                active.num_computed_tokens, active.trail.stepped_at = num_before, stepped_at
+                raise
+        if stepped_at and num_computed_tokens - num_before >= MIN_SAMPLE_TOKENS:
+            num_before = max(num_before, active.num_matched_blocks * self._size + active.num_copied_tokens)
+            self._speeds.note_prefill(num_computed_tokens - num_before, now - stepped_at)
 
     def _may(self, active: ActiveRequest) -> bool:
         """Whether what it computes continues something that is cached."""
@@ -79,16 +84,19 @@ class Publisher:
             active.duplicates = done.duplicates
             num_blocks = start + done.num_blocks
         active.num_pinned_blocks = active.num_committed_blocks = num_blocks
-        if num_blocks < active.asked.num_asked and active.trail.computing_key is not None:
-            self._misses.committed(active)
         assert pin is not None
-        if active.request.is_hinted:
-            self._note_priority((pin.run,), active.request)
-        if (listener := self._listener) is not None:
-            note = listener.note
-            note((COMMITTED, active.trail.number, active.num_computed_tokens, len(active.block_ids)))
-        if self._has_copies:
-            self._copy_down.committed(pin.run, num_blocks - start)
+        try:
+            if num_blocks < active.asked.num_asked and active.trail.computing_key is not None:
+                self._misses.committed(active)
+            if active.request.is_hinted:
+                self._note_priority((pin.run,), active.request)
+            if (listener := self._listener) is not None:
+                note = listener.note
+                note((COMMITTED, active.trail.number, active.num_computed_tokens, len(active.block_ids)))
+            if self._has_copies:
+                self._copy_down.committed(pin.run, num_blocks - start)
+        except MemoryError:  # it is published, whatever was to follow from that
+            self._books.mishaps.note("write_out")
 
     @staticmethod
     def _note_priority(path: Sequence[Run], request: Request) -> None:
@@ -99,21 +107,22 @@ class Publisher:
 
     def release(self, active: ActiveRequest) -> None:
         """Note the use, copy the rest down, take the pin back."""
-        if active.prefetch is not None:
-            self._matcher.end_prefetch(active)
-        if not self._cache_outputs and self._enabled and self._may(active):
-            self._misses.kept_out(active)
         pin = active.pin
-        if pin is None:
-            self.num_unpublished += active.is_admitted and active.asked.num_asked > 0
-            return
         try:
+            if active.prefetch is not None:
+                self._matcher.end_prefetch(active)
+            if not self._cache_outputs and self._enabled and self._may(active):
+                self._misses.kept_out(active)
+            if pin is None:
+                self.num_unpublished += active.is_admitted and active.asked.num_asked > 0
+                return
             is_current = active.generation >= self._tree.generations.last_reset
             if is_current and active.is_admitted and not active.is_detached:
                 self._note_use(active, pin)
         except MemoryError:  # it is not counted, and the request goes all the same
             self._books.mishaps.note("policy")
-        self._books.let_go(pin)
+        if pin is not None:
+            self._books.let_go(pin)
 
     def _note_use(self, active: ActiveRequest, pin: Pin) -> None:
         tree, request = self._tree, active.request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.books import Books
@@ -29,8 +30,8 @@ from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.prefetch import Fetched
 
 
-def _keep_none(active: ActiveRequest) -> array[int]:  # noqa: ARG001
-    return array("i")
+def _keep_none(active: ActiveRequest, private_ids: array[int]) -> array[int]:  # noqa: ARG001
+    return private_ids
 
 
 class Requests:
@@ -38,8 +39,8 @@ class Requests:
 
     Attributes:
         offered: those that are offered to another instance.
-        keep_offered: called for such a one when it is released; which of its own blocks have to stay until its send has
-            ended.
+        keep_offered: called for such a one, and its own blocks, when it is released; which of these need not stay until
+            its send has ended.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Requests:
         self.prefetches = Prefetches(config, books, self.matcher, storage, self._requests)
         self.listener: RequestListener | None = None
         self.offered = set[ActiveRequest]()
-        self.keep_offered: Callable[[ActiveRequest], array[int]] = _keep_none
+        self.keep_offered: Callable[[ActiveRequest, array[int]], array[int]] = _keep_none
         books.listen(Fetched, self._on_fetched)
 
     def tell(self, listener: RequestListener) -> None:
@@ -222,9 +223,8 @@ class Requests:
     def take_back(self, active: ActiveRequest, num_blocks: int) -> None:
         """The reverse of `allocate`, for the last blocks that it gave."""
         first = len(active.block_ids) - num_blocks
-        ids = active.block_ids[first:]
+        self.books.pools[GPU].free_each(islice(active.block_ids, first, None), REQUEST)  # a slice would need memory
         del active.block_ids[first:]
-        self.books.pools[GPU].free(ids, REQUEST)
 
     def count(self, request: Request, hit_tokens: tuple[int, int, int]) -> None:
         """Count a request that was never matched here, and has hit so many tokens of each tier."""
@@ -269,18 +269,19 @@ class Requests:
             self.matcher.settle(active)
         if active.ahead:
             self.ahead.leave(active)
-        private_ids = active.private_ids()
+        own: array[int] | None = None  # all that is its own, without a list, which would need memory
+        if self.offered and active in self.offered:
+            own = self.keep_offered(active, active.private_ids())
+            self.offered.discard(active)
         if active.trail.computing_key is not None:
             self._misses.computing.end(active)
         if self.listener is not None:
             self.listener.released(active)
         del self._requests[active.request.request_id]  # after what may lack memory: a failed release can be repeated
-        if self.offered and active in self.offered:
-            self.offered.discard(active)
-            kept = self.keep_offered(active)
-            private_ids = array("i", [block_id for block_id in private_ids if block_id not in kept])
-        if private_ids:
-            self.books.pools[GPU].free(private_ids, REQUEST)
+        if own is None:
+            active.free_private(self.books.pools[GPU])
+        elif own:
+            self.books.pools[GPU].free(own, REQUEST)
         self.publisher.release(active)
         if loads:
             self._mover.cancel_unwanted(loads)

@@ -28,10 +28,11 @@ class RunsAhead:
             self._matcher.show(active, is_final=True)  # the caller looks again after this
             return
         self._matcher.end_prefetch(active)
+        table = ids + coming  # first: it may need memory
         active.ahead = transfers
         for transfer in transfers:
             self._mover.use_ahead(transfer)
-        active.block_ids, active.num_readable_blocks = ids + coming, len(ids)
+        active.block_ids, active.num_readable_blocks = table, len(ids)
         active.num_matched_blocks = active.num_committed_blocks = len(active.block_ids)
         active.enter(AHEAD)
 

@@ -85,12 +85,14 @@ class Steps:
                 f"step of request {request.request_id!r} with {num_computed_tokens} computed tokens; {least} are "
                 f"committed, it has {num_tokens}, and its blocks hold {num_room}: give {least} to {most}"
             )
-        new_ids, began = list[int](), active.trail.stepped_at
+        new_ids, num_new, began = list[int](), 0, active.trail.stepped_at
         if num_tokens > num_room:
-            num_missing = -(-(num_tokens - num_room) // self._size)
-            new_ids = requests.allocate(active, num_missing, ahead_of_loads=False, is_told=False).tolist()
+            num_new = -(-(num_tokens - num_room) // self._size)
+            taken = requests.allocate(active, num_new, ahead_of_loads=False, is_told=False)
             active.trail.stepped_at = began  # what is committed below took from there, not from the new blocks on
         try:
+            if num_new:
+                new_ids = taken.tolist()
             request.append_packed(tokens)
             num_committed = active.num_committed_blocks
             requests.commit(active, num_computed_tokens, now)
@@ -98,7 +100,7 @@ class Steps:
                 requests.tell_allocated(active, len(new_ids))
         except BaseException:  # no memory: the request is as it was
             request.cut_output(num_before)
-            requests.take_back(active, len(new_ids))
+            requests.take_back(active, num_new)
             raise
         return new_ids
 

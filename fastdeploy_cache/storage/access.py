@@ -12,9 +12,10 @@ from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.config.cache import CacheConfig
-from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.errors import ConfigError, NotEnoughMemoryError, StorageError
 from fastdeploy_cache.ipc.clock import seconds_to_wait
 from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.ipc.shortage import is_shortage, limit_of
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.storage.absent import NoReads, NoTier
@@ -40,7 +41,7 @@ class StorageAccess:
         self.renaming = RLock()  # one attach, detach or change of weights at a time; the last does both others
         self._config, self._books, self._movement = config, books, movement
         self._tier: StorageTier | NoTier = NoTier()
-        self._detached: list[StorageTier] = []  # whose last answers are still to come
+        self._beside: list[StorageTier] = []  # that are being opened, or whose last answers are still to come
         self._sums = Counter[str]()  # of those whose last answers have come
         self._given: StorageConfig | None = None  # the settings of a store whose processes we start
         self._is_attaching = self._has_warned = False
@@ -57,6 +58,7 @@ class StorageAccess:
         Raises:
             ConfigError: there is one already, no layout, or no CPU block to go through.
             StorageRefusedError: its settings are wrong.
+            StorageError: there are no descriptors, threads or memory for its processes now; try again.
         """
         with self.renaming:  # a detach beside it would find nothing yet, and return before the store is there
             with self._books:
@@ -66,6 +68,12 @@ class StorageAccess:
                 self._is_attaching = True
             try:
                 self._attach(storage, client)
+            except NotEnoughMemoryError as error:
+                raise StorageError(f"the store cannot be opened now: {error}") from error
+            except (OSError, RuntimeError) as error:
+                if not is_shortage(error):
+                    raise
+                raise StorageError(f"the store cannot be opened now: {error}; {limit_of(error)}") from error
             finally:
                 self._is_attaching = False
 
@@ -90,9 +98,13 @@ class StorageAccess:
                 storage, config.transfer, spaces=spaces, segments=segments, clock=self._books.clock
             )
         tier = StorageTier(config, storage, self._books, client, self._movement)
+        with self._books:
+            self._beside.append(tier)  # its probes own blocks before `start` has come back
         try:
             client.start(tier.on_result, tier.on_ready)
         except BaseException:
+            with self._books:
+                self._beside.remove(tier)
             tier.link.close()
             raise
         try:
@@ -101,11 +113,14 @@ class StorageAccess:
                 self._books.follow_weights(storage.weights_id)
                 tier.attach()
                 tier.be_quiet(self._movement.mover.is_quiet)
+                self._beside.remove(tier)
                 self._tier, self.is_attached = tier, True
         except BaseException:
             with self._books:
                 tier.detach()  # also what had been told of it, such as what to copy down
             client.stop()
+            with self._books:
+                self._beside.remove(tier)
             tier.close()
             raise
 
@@ -127,12 +142,17 @@ class StorageAccess:
             if isinstance(tier, NoTier):
                 return
             tier.detach()
-            self._detached.append(tier)
+            self._beside.append(tier)
         tier.link.client.stop()
         with self._books:  # the last answers are in: hand over what they led to
-            self._detached.remove(tier)
-            self._sums.update(tier.stats().sums)
-        tier.close()
+            # But for those of a store whose thread hangs in a callback, or gets no processor: they come later, and the
+            # blocks are its own until then.
+            ended = [each for each in self._beside if each.is_idle]
+            self._beside = [each for each in self._beside if each not in ended]
+            for each in ended:
+                self._sums.update(each.stats().sums)
+        for each in ended:
+            each.close()
 
     def flush(self, timeout_seconds: float) -> bool:
         """Write all that is cached to storage and wait for it: before a planned end. True when storage has it all.
@@ -174,8 +194,8 @@ class StorageAccess:
 
     @property
     def held_ids(self) -> list[int]:
-        """CPU blocks that tasks of storage own, of stores that were detached, too."""
-        return [block_id for tier in (*self._detached, self._tier) for block_id in tier.held_ids]
+        """CPU blocks that tasks of storage own, of stores that are opening or were detached, too."""
+        return [block_id for tier in (*self._beside, self._tier) for block_id in tier.held_ids]
 
     @property
     def tasks_in_flight(self) -> Mapping[str, int]:
@@ -192,7 +212,7 @@ class StorageAccess:
 
     def stats(self) -> tuple[StorageTierStats | None, Counter[str]]:
         """How it goes, None where no store is attached; and what only rises, of this store and of those before it."""
-        *before, now = [tier.stats() for tier in (*self._detached, self._tier)]
+        *before, now = [tier.stats() for tier in (*self._beside, self._tier)]
         return now, sum([each.sums for each in (*before, now) if each is not None], Counter(self._sums))
 
     def statuses(self) -> list[RankStatus]:

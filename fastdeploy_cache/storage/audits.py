@@ -81,8 +81,13 @@ class StorageAudits:
         """Ask on, as far as there is room in flight."""
         link = self._link
         for audit in list(self._audits):
-            while audit.runs and audit.num_in_flight < _TASKS_AT_A_TIME and link.can(TaskKind.LOOKUP):
-                self._ask(audit)
+            try:
+                while audit.runs and audit.num_in_flight < _TASKS_AT_A_TIME and link.can(TaskKind.LOOKUP):
+                    self._ask(audit)
+            except MemoryError:  # who waits for it hears that it has failed
+                self._tree.mishaps.note("write_out")
+                self.give_up(audit)
+                continue
             if audit.runs and not (link.client.available and link.reading.is_closed and not link.is_quiet):
                 self.give_up(audit)
             elif not audit.runs and not audit.num_in_flight:
@@ -102,10 +107,9 @@ class StorageAudits:
         tokens = b"".join(bytes(each.tokens) for each in path) if self._link.client.needs_token_ids else b""
         hashes = b"".join(names.of(each, 0, each.num_blocks) for each in path[start:])
         task = self._link.new_task(TaskKind.LOOKUP, hashes, token_ids=tokens)
-        self._questions[task.task_id] = _Question(audit, parts)
         audit.num_asked.update({each: num_blocks for each, num_blocks, _ in parts})
+        self._link.outbox.put(task, self._questions, _Question(audit, parts))
         audit.num_in_flight += 1
-        self._link.outbox.put(task)
 
     def finish(self, result: TransferResult) -> None:
         """A question was answered; `pump` goes on."""

@@ -54,6 +54,7 @@ class StorageLink:
         self.is_quiet = False  # nothing is to be started
         self._next_task_id = 1
         self._probes: dict[int, array[int]] = {}
+        self.is_detached = False  # a store whose thread was held up may open after that: nobody would own a probe then
 
     def close(self) -> None:
         """Nothing is on its way any more, and nothing will be."""
@@ -79,7 +80,7 @@ class StorageLink:
             return False
         breaker = self._breaker(kind)
         if breaker.is_probe_due(self._clock.now()) and not self._probes:
-            self.probe()
+            self._tree.mishaps.contain("client", self.probe)
         if not breaker.is_closed:
             return False
         return self._tree.mishaps.ask("client", lambda: self.client.has_room(kind), otherwise=False)
@@ -93,7 +94,7 @@ class StorageLink:
         """Find out whether the store works and how fast it reads, with blocks lent to it."""
         residency = self._tree.residency
         num_blocks = min(_NUM_PROBE_BLOCKS, max(1, self._pool.num_blocks // 4), residency.num_available(CPU))
-        if not num_blocks or not self.client.available or self.is_quiet:
+        if not num_blocks or not self.client.available or self.is_quiet or self.is_detached:
             return
         ids = self._books.take(num_blocks, CPU, TASK)
         try:
@@ -103,14 +104,13 @@ class StorageLink:
                 destinations=ids,
                 token_ids=bytes(num_blocks * self._tree.block_bytes) if self.client.needs_token_ids else b"",
             )
-            self._probes[task.task_id] = ids
+            self.outbox.put(task, self._probes, ids)
         except BaseException:
             self._pool.free(ids, TASK)
             raise
         for breaker in (self.reading, self.writing):
             if not breaker.is_closed:
                 breaker.begin_probe()
-        self.outbox.put(task)
 
     def end_probe(self, result: TransferResult) -> None:
         """A probe has ended: it tells of both sides."""
@@ -172,8 +172,7 @@ class StorageLink:
         token_ids: bytes = b"",
         priority: float | None = None,
     ) -> TransferTask:
-        """A task with its own deadline. Give it to `outbox.put` last, when all that it touches has been noted: it goes
-        out even if what comes after that fails."""
+        """A task with its own deadline, for `outbox.put`."""
         task_id, self._next_task_id = self._next_task_id, self._next_task_id + 1
         return TransferTask(
             task_id=task_id,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fastdeploy_cache.books.arrivals import insert_copies
 from fastdeploy_cache.books.block_hash import HASH_BYTES
@@ -18,6 +20,7 @@ from fastdeploy_cache.storage.prefetch import Fetched, PrefetchEnded, StorageLim
 from fastdeploy_cache.storage.unasked import UnaskedStore
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
+T = TypeVar("T")
 _MAX_REMEMBERED = 1024  # prefetches of requests that were never matched
 _PIECE_SECONDS = 0.02
 _PIECES_AT_A_TIME = 2  # of a prefetch: one is read while the next waits in the queue
@@ -81,13 +84,16 @@ class StorageReads:
     def start(self, prefetch: StoragePrefetch) -> None:
         """Ask how much of it is there; `finish` goes on from the answer."""
         self.forget(prefetch.request_id)
+        task = self._new_task(TaskKind.LOOKUP, prefetch, 0, prefetch.num_wanted, None)  # first: it may need memory
+        prefetch.began_at = self._books.clock.now()
         self._by_request[prefetch.request_id] = prefetch
+        try:
+            self._send(prefetch, task, self._lookups, prefetch)
+        except BaseException:
+            del self._by_request[prefetch.request_id]
+            raise
         while len(self._by_request) > _MAX_REMEMBERED:
             self.revoke(self._by_request.popitem(last=False)[1])
-        task = self._new_task(TaskKind.LOOKUP, prefetch, 0, prefetch.num_wanted, None)
-        self._lookups[task.task_id] = prefetch
-        prefetch.began_at = self._books.clock.now()
-        self._send(prefetch, task)
 
     def of(self, request_id: str) -> StoragePrefetch | None:
         """What is being fetched for a queued request."""
@@ -136,10 +142,16 @@ class StorageReads:
     @contained("prefetch", None)
     def advance(self) -> None:
         """Go on with those that were answered, then with those that wait for room: at the end of a turn."""
-        while self._answered:  # one by one: what fails costs one of them
-            self._go_on(self._answered.pop(0))
+        while self._answered:
+            self._try_to_go_on(self._answered.pop(0))
         for prefetch in list(self._waiting):
-            self._go_on(prefetch)
+            self._try_to_go_on(prefetch)
+
+    def _try_to_go_on(self, prefetch: StoragePrefetch) -> None:
+        """What fails costs one of them, and nobody waits for that."""
+        goes_on = self.mishaps.contain("prefetch", functools.partial(self._go_on, prefetch))
+        if not goes_on and not prefetch.num_in_flight and not prefetch.done.is_set():
+            self._end(prefetch)
 
     def request_of(self, task_id: int) -> str | None:
         """Whose prefetch a task is for that has not ended; None: nobody's."""
@@ -220,18 +232,21 @@ class StorageReads:
         ids, start = self._books.take(num_blocks, CPU, TASK), prefetch.num_asked
         try:
             task = self._new_task(TaskKind.PREFETCH, prefetch, start, num_blocks, ids)
-            self._pieces[task.task_id] = _Piece(prefetch, prefetch.first + start, ids)
+            self._send(prefetch, task, self._pieces, _Piece(prefetch, prefetch.first + start, ids[:]))
         except BaseException:
             self._pool.free(ids, TASK)
             raise
         prefetch.num_asked += num_blocks
         self._num_fetching += num_blocks
-        self._send(prefetch, task)
 
-    def _send(self, prefetch: StoragePrefetch, task: TransferTask) -> None:
+    def _send(self, prefetch: StoragePrefetch, task: TransferTask, noted: dict[int, T], of: T) -> None:
         prefetch.task_ids.add(task.task_id)
+        try:
+            self._link.outbox.put(task, noted, of)
+        except BaseException:
+            prefetch.task_ids.discard(task.task_id)
+            raise
         prefetch.num_in_flight += 1
-        self._link.outbox.put(task)
 
     def _new_task(
         self, kind: TaskKind, prefetch: StoragePrefetch, start: int, num_blocks: int, ids: array[int] | None
@@ -264,30 +279,30 @@ class StorageReads:
                 prefetch.num_present = prefetch.num_found = num_present
         self._answered.append(prefetch)
 
-    def _insert(self, piece: _Piece, ids: array[int]) -> int:
-        prefetch = piece.prefetch
+    def _insert(self, piece: _Piece, num_good: int) -> int:
+        prefetch, ids = piece.prefetch, piece.ids[:num_good]
         start = (piece.first - prefetch.first) * HASH_BYTES
         hashes = prefetch.hashes[start : start + len(ids) * HASH_BYTES]
         return insert_copies(self._tree, prefetch.namespace, prefetch.keys, piece.first, ids, hashes=hashes)
 
     def _end_piece(self, piece: _Piece, result: TransferResult) -> None:
-        prefetch, ids = piece.prefetch, piece.ids
-        self._num_fetching -= len(ids)
-        num_good = min(result.num_blocks, len(ids)) if result.error is None else 0
+        prefetch, ids, num_blocks = piece.prefetch, piece.ids, len(piece.ids)
+        self._num_fetching -= num_blocks
+        num_good = min(result.num_blocks, num_blocks) if result.error is None else 0
         prefetch.read_seconds += max([rank.seconds for rank in result.ranks], default=0.0)
         continues = prefetch.first + prefetch.num_landed == piece.first and prefetch.epoch == self._tree.epoch
         num_joined = 0
         if num_good and continues:
-            joined = self.mishaps.ask("landing", lambda: self._insert(piece, ids[:num_good]), None)
+            joined = self.mishaps.ask("landing", lambda: self._insert(piece, num_good), None)
             if joined is None:  # nothing has joined: it is a miss, and its blocks are free
                 num_good = 0
             num_joined = joined or 0
             prefetch.num_landed += num_good
             self.num_fetched_blocks += num_joined
-            ids = ids[: num_good - num_joined] + ids[num_good:]
-        if num_good < len(piece.ids) or not continues:  # what is behind it cannot be used
+            del ids[num_good - num_joined : num_good]  # in place: a new array would need memory
+        if num_good < num_blocks or not continues:  # what is behind it cannot be used
             prefetch.num_present = min(prefetch.num_present, prefetch.num_landed)
-            if result.error is None and (num_good < len(piece.ids) or prefetch.epoch != self._tree.epoch):
+            if result.error is None and (num_good < num_blocks or prefetch.epoch != self._tree.epoch):
                 prefetch.num_found = prefetch.num_present  # it has no more than that, or nobody may have it
             self._cancel(prefetch)
         if ids:

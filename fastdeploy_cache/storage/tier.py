@@ -61,7 +61,7 @@ class StorageTier:
 
     def detach(self) -> None:
         """Take nothing more, and answer who waits. What is on its way still comes back."""
-        books, self.is_attached = self._books, False
+        books, self.is_attached, self.link.is_detached = self._books, False, True
         books.ignore(Copied, self.write_out.on_copied)
         books.ignore(Used, self.write_out.on_used)
         self._copy_down.follow_storage(None, 1)
@@ -95,10 +95,13 @@ class StorageTier:
         if self._was_open:
             self.writes.forget_stored()
         elif not self.link.is_quiet:
-            self.link.probe()
-            self._was_probed = True
+            self._probe()
         self._was_open = True
         self.writes.pump()
+
+    def _probe(self) -> None:
+        """Where this fails, only the store's speed stays unknown: what is queued to be written does not wait for it."""
+        self._was_probed = self._books.mishaps.contain("client", self.link.probe)
 
     def be_quiet(self, quiet: bool) -> None:
         """Start nothing more, and answer who waits; or go on. What is queued to be written stays queued."""
@@ -108,8 +111,7 @@ class StorageTier:
             self._note_settled()
         else:
             if self._was_open and not self._was_probed:
-                self.link.probe()
-                self._was_probed = True
+                self._probe()
             self.writes.pump()
 
     def stop(self) -> None:

@@ -81,7 +81,7 @@ class WriteOut:
         """Blocks of a run are in storage: where the rest waits for room in the CPU tier, their copies make it."""
         if run not in self._asked:
             return
-        if run.stored.num_blocks >= run.num_gpu:
+        if run.stored.num_blocks >= run.num_gpu or run.epoch != self._tree.epoch:  # of before a reset: nobody finds it
             del self._asked[run]
         elif run.stored.num_blocks >= run.cpu_end:
             self._tree.residency.drop_spare_copies(run)

@@ -137,7 +137,12 @@ class StorageWrites:
                 continue
             start = self._start_of(run)
             num_blocks = min(run.cpu_end - start, num_room, self._limits.chunk_blocks)
-            self._write(run, start, num_blocks)
+            try:
+                self._write(run, start, num_blocks)
+            except MemoryError:  # left in the queue it would wait for whatever comes next, and that may be nothing
+                self._tree.mishaps.note("write_out")
+                self.num_skipped_blocks += self._queue.pop(run)
+                continue
             self._queue[run] -= num_blocks
             if start + num_blocks == run.cpu_end:
                 del self._queue[run]
@@ -155,13 +160,13 @@ class StorageWrites:
         # them would be written under the hash of what was there.
         self._pool.begin_reading(ids)
         try:
-            self._writes[task.task_id] = _Write(run, start, ids, hashes[-HASH_BYTES:])
+            offered = run.stored.but(num_offered=start + num_blocks)
+            self._link.outbox.put(task, self._writes, _Write(run, start, ids, hashes[-HASH_BYTES:]))
         except BaseException:
             self._pool.end_reading(ids)
             raise
-        run.stored = run.stored.but(num_offered=start + num_blocks)
+        run.stored = offered
         self._num_writing += num_blocks
-        self._link.outbox.put(task)
 
     def finish(self, result: TransferResult) -> Run | None:
         """A write has ended. Returns the run where it has more blocks in storage now; `pump` goes on."""
@@ -173,7 +178,7 @@ class StorageWrites:
         written: Run | None = None
         self.num_written_blocks += num_stored
         self.num_skipped_blocks += len(write.ids) - num_stored
-        if not write.is_same(self._tree.names):
+        if not self._tree.mishaps.ask("write_out", lambda: write.is_same(self._tree.names), otherwise=False):
             self._has_lost_marks = True
         else:
             if result.error is not None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from fastdeploy_cache.ipc.codec import taken_apart
 from fastdeploy_cache.launch.reference_engine.sampling import Sampling
 from fastdeploy_cache.launch.server.api_fields import MAX_PROMPTS, RefusedFieldError, asked_fields, refusal_of
 
@@ -177,7 +178,7 @@ def decode_request(body: bytes, kind: type[ApiRequest] | None = None) -> ApiRequ
     known = kind.__struct_fields__
     fields = asked_fields(content, known)
     try:
-        asked = msgspec.convert(fields, kind)
+        asked: ChatRequest | CompletionRequest = msgspec.convert(fields, taken_apart(kind))
     except msgspec.ValidationError as error:
         raise refusal_of(
             error, fields, {*known, *Message.__struct_fields__, *StreamOptions.__struct_fields__}

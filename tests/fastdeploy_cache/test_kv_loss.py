@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, Request, TransferConfig
-from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.errors import ClosedError, ConfigError
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.request import Image
 from tests.rigs.cache_model import CacheModel
@@ -201,18 +201,35 @@ def test_a_match_of_before_the_loss_shows_nothing_any_more() -> None:
     model.finish()
 
 
+_OF_A_WORKER = CacheConfig(
+    block_size=4,
+    num_gpu_blocks=8,
+    transfer_client="inline",
+    layout=KVLayout(num_layers=1, num_kv_heads=1, head_dim=4),
+    transfer=TransferConfig(kv_owner="worker"),
+)
+
+
+def _new_arrays() -> dict[str, np.ndarray]:
+    return {name: np.zeros((8, 4, 1, 4), np.float16) for name in ("key", "value")}
+
+
+def test_a_closed_cache_takes_no_arrays() -> None:
+    """A worker that comes too late hears why, and need not try again."""
+    with PrefixCacheManager(_OF_A_WORKER) as cache:
+        pass
+    with pytest.raises(ClosedError):
+        cache.ranks.attach_kv(0, [_new_arrays()])
+
+
 def test_what_was_computed_while_the_arrays_were_missing_is_never_found() -> None:
     """A request that was matched between the loss and the new arrays publishes nothing that outlives their coming."""
-    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4)
-    transfer = TransferConfig(kv_owner="worker")
-    config = CacheConfig(block_size=4, num_gpu_blocks=8, transfer_client="inline", layout=layout, transfer=transfer)
-    array = {name: np.zeros((8, 4, 1, 4), np.float16) for name in ("key", "value")}
-    with PrefixCacheManager(config) as cache:
+    with PrefixCacheManager(_OF_A_WORKER) as cache:
         early = Request(request_id="early", prompt_token_ids=A[:16])
         cache.match(early)
         cache.allocate(early, 4)
         cache.commit(early, 16)
-        cache.ranks.attach_kv(0, [array])
+        cache.ranks.attach_kv(0, [_new_arrays()])
         again = Request(request_id="again", prompt_token_ids=A[:16])
         assert cache.match(again).num_tokens == 0
         cache.commit(early, 16)

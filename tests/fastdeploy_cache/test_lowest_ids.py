@@ -87,7 +87,11 @@ class Walk:
             num_blocks = rng.randint(0, min(self.pool.num_free, rng.choice((1, 5, 90, self.num_blocks))))
             assert self.pool.allocate(num_blocks, owner).tolist() == self.naive.allocate(num_blocks, owner)
         elif doing == "free":
-            self.pool.free(array("i", ids := self.some(owner)), owner)
+            packed = array("i", ids := self.some(owner))
+            if rng.random() < 0.3:
+                self.pool.free_each(iter(ids), owner)
+            else:
+                self.pool.free(memoryview(packed) if ids and rng.random() < 0.3 else packed, owner)
             self.naive.free(ids)
         elif doing == "give":
             self.pool.hand_over(array("i", ids := self.some(owner)), owner, taker := rng.choice(OWNERS))
@@ -107,11 +111,13 @@ class Walk:
         """One wrong id among right ones, anywhere."""
         ids = self.some(owner)
         others = [i for i, each in enumerate(self.naive.owners) if each is not owner]
-        wrong = self.rng.choice([-1, -self.num_blocks, self.num_blocks, 2**31 - 1, *others[:1], *others[-1:], *ids[:1]])
+        others = [*others[:1], *others[-1:], *sorted(self.naive.deferred)[:1]]
+        wrong = self.rng.choice([-1, -self.num_blocks, self.num_blocks, 2**31 - 1, *others, *ids[:1]])
+        calls: list[tuple[Callable[..., None], list[int]]] = [(self.pool.free_each, [wrong])] * (wrong not in ids)
         ids.insert(self.rng.randint(0, len(ids)), wrong)
-        for call in (self.pool.check, self.pool.free):
+        for call, given in (*calls, (self.pool.check, ids), (self.pool.free, ids)):
             with pytest.raises(BlockOwnerError, match=f"block {wrong}[ ;]"):
-                call(array("i", ids), owner)
+                call(array("i", given), owner)
 
     def check(self) -> None:
         """Both say the same of every block."""

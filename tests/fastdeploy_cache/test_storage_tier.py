@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -38,6 +40,27 @@ def test_storage_that_is_written_through_is_so_whatever_the_cpu_tier_does(policy
     rig.model.serve_and_copy(A)
     rig.land_all()
     assert len(rig.store.objects) == 10
+    rig.finish()
+
+
+def test_writes_do_not_wait_for_a_probe_that_got_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store has been opened, and the look at how fast it is fails: what was queued before is written all the same."""
+    rig = Rig()
+    tier, rig.model.steps_may_fail = rig.model.cache.storage._tier, True
+    tier._was_open = rig.store.up = False
+    rig.model.serve_and_copy(A)
+    rig.land_all()
+    assert not rig.store.objects and not tier.is_idle
+
+    def probe() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(tier.link, "probe", probe)
+    rig.store.up = True
+    tier.on_ready()
+    rig.land_all()
+    assert len(rig.store.objects) == 10 and tier.is_idle
+    assert rig.model.cache.stats().num_failed_steps["client"] == 1
     rig.finish()
 
 
@@ -194,6 +217,23 @@ def test_a_store_is_attached_once_and_detached_at_any_time() -> None:
     assert rig.model.cache.stats().cpu.num_in_flight == 0
     live = rig.match(A)
     assert live.match.ready
+    rig.model.finish()
+
+
+def test_a_store_that_opens_after_its_detach_is_lent_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread had no processor until then: no block goes to a probe that nobody would answer for."""
+    rig = Rig()
+    cache = rig.model.cache
+    cache.storage.detach()
+    opened: list[Callable[[], None]] = []
+    late = SimulatedStorage(rig.model.client)
+    monkeypatch.setattr(late, "start", lambda _, on_ready: opened.append(on_ready))
+    cache.storage.attach(STORE, client=late)
+    cache.storage.detach()
+    late.up = True  # as a client is whose end could not be waited for
+    opened[0]()
+    assert not late.tasks and cache.stats().cpu.num_in_flight == 0
+    cache.check_invariants()
     rig.model.finish()
 
 

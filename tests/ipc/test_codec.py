@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import msgspec
 import numpy as np
 import pytest
@@ -90,3 +93,35 @@ def test_deep_nesting_is_refused() -> None:
     data = b"\x82\xa4type\xa4halt\xa1x" + b"\x91" * 100_000 + b"\xc0"
     with pytest.raises(CodecError, match=f"{len(data)} bytes"):
         decode(data, Move | Halt)
+
+
+_MANY_AT_ONCE = """
+import sys, threading
+import msgspec
+from fastdeploy_cache.ipc.codec import decode, encode
+
+sys.setswitchinterval(1e-6)
+for _ in range(200):
+    Inner = msgspec.defstruct("Inner", [("x", int), ("y", list[int])])
+    Outer = msgspec.defstruct("Outer", [("p", Inner), ("q", list[Inner])], tag=True)
+    data, barrier, read = encode(Outer(Inner(1, [2]), [Inner(3, [])])), threading.Barrier(3), []
+
+    def run():
+        barrier.wait()
+        read.append(decode(data, Outer))
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read) == 3 and read[0] == read[2] and read[0].q[0].x == 3
+"""
+
+
+@pytest.mark.processes
+def test_threads_may_read_their_first_message_at_the_same_time() -> None:
+    """msgspec takes a type apart at its first use: a thread that came by in between would end the process."""
+    command = [sys.executable, "-c", _MANY_AT_ONCE]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert not said.returncode, (said.returncode, said.stderr)

@@ -9,18 +9,11 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
-import fastdeploy_cache
+from fastdeploy_cache.launch.faults.failing_lines import PACKAGE, OutsideError, grows, last_name
 
-PACKAGE = Path(fastdeploy_cache.__file__).parent
-ROOMS = ("books", "policies", "movement", "requests", "storage", "peers", "callers")
-# Growth in proportion to blocks: of ids, tokens, hashes and the heaps of free ids and leaves.
-GROWING = {"extend", "frombytes", "heappush"}
-GROWN = {"ids", "known", "block_ids", "tokens", "hashes", "duplicates", "sources", "kept_ids", "new", "evicted"}
-POINTERS = {"stack", "below"}  # of walks over runs: some bytes a run
 NOT_DURING_VERBS = {"start", "stop"}
 
 
@@ -39,25 +32,11 @@ class OutOfMemoryError(MemoryError):
     """An array could not grow."""
 
 
-class OutsideError(Exception):
-    """Something that the cache calls has raised."""
-
-
-def _last_name(node: ast.expr) -> str:
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
-
-
 def _kind(node: ast.AST) -> str | None:
-    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
-        return "growth" if _last_name(node.target) in GROWN else None
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return None
-    owner = _last_name(node.func.value)
-    if node.func.attr in GROWING and owner not in POINTERS:
+    if grows(node):
         return "growth"
-    return "log" if owner == "logger" else None
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    return "log" if is_call and last_name(node.func.value) == "logger" else None
 
 
 def lines() -> frozenset[Site]:

@@ -109,7 +109,7 @@ class PeerProcesses:
             logger.warning("event=peers_late link=%s action=go_on_without failure=%r", self._peer.link, failure)
 
     def attach_kv(self, rank: int, kv: KVHandle) -> None:
-        self._owner.kv[rank].take(kv)
+        self._owner.take_kv(rank, kv)
         self._processes.note_change(rank)
 
     def kv_lost(self, rank: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 
 from fastdeploy_cache.errors import IPCError
@@ -36,8 +37,6 @@ class PeerOwner(ProcessOwner):
         self._peer, self._config, self._instance_id = config, transfer, instance_id
         self._layout, self._num_gpu_blocks = layout, num_gpu_blocks
         ranks = range(transfer.tp_size)
-        self._directory = PrivateDirectory()
-        self.addresses = tuple(self._address(rank) for rank in ranks)
         self.signals = [RankSignal.create(f"peer-process-signal-rank{rank}") for rank in ranks]
         self._peer_arrays = [SharedArray.create(f"peer-signal-rank{rank}", PeerSignal.NUM_BYTES) for rank in ranks]
         self.peer_signals = [PeerSignal(array) for array in self._peer_arrays]
@@ -45,6 +44,10 @@ class PeerOwner(ProcessOwner):
         for mine, handle in zip(self.kv, kv, strict=True):
             if handle is not None:
                 mine.take(handle)
+        # A rank may tell of new arrays while the manager closes: taken after `close`, they would never be given back.
+        self._closing, self._is_closed = threading.Lock(), False
+        self._directory = PrivateDirectory()  # last: what is refused above would leave it, and its lock
+        self.addresses = tuple(self._address(rank) for rank in ranks)
 
     def _address(self, rank: int) -> str:
         if not self._peer.listen:
@@ -81,6 +84,12 @@ class PeerOwner(ProcessOwner):
             setup, self._config, (*queue_fds, *kv_fds, signal_fd, peer_fd), "fastdeploy_cache.transfer_manager.peer"
         )
 
+    def take_kv(self, rank: int, kv: KVHandle) -> None:
+        """These are the rank's arrays from now on. Any thread. Raises as `RankKV.take`."""
+        with self._closing:
+            if not self._is_closed:
+                self.kv[rank].take(kv)
+
     def may_run(self, rank: int) -> bool:
         return self.kv[rank].handle is not None
 
@@ -88,6 +97,8 @@ class PeerOwner(ProcessOwner):
         return self.kv[rank].follow()
 
     def close(self) -> None:
+        with self._closing:
+            self._is_closed = True
         for signal, array, kv in zip(self.signals, self._peer_arrays, self.kv, strict=True):
             signal.array.close()
             array.close()

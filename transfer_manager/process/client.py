@@ -49,18 +49,43 @@ class Processes:
         self._kind, self._owner = kind, owner
         self._thread: threading.Thread | None = None
         self._stop_lock = threading.Lock()
+        self._leaving = threading.Lock()  # guards both flags
+        self._has_ended = self._is_left = False  # the thread; and whoever stops it has given up waiting
 
     def start(self, callbacks: Callbacks, timeout_seconds: float) -> ProcessIO:
-        """Start the thread and wait until the processes have started, or the time is over."""
-        io = self.io = ProcessIO(self.config, self._kind, self._owner, callbacks, self._clock)
-        self._thread = threading.Thread(target=io.run, name="transfer-io", daemon=True)
-        self._thread.start()
+        """Start the thread and wait until the processes have started, or the time is over. What it raises for want of
+        descriptors or threads leaves nothing behind."""
         try:
+            io = self.io = ProcessIO(self.config, self._kind, self._owner, callbacks, self._clock)
+            self._begin(io)
             io.started.wait(timeout_seconds)
-        except BaseException:  # Ctrl-C: nobody will get to call stop
+        except BaseException:  # Ctrl-C, or a shortage: nobody will get to call stop
             self.stop()
             raise
         return io
+
+    def _begin(self, io: ProcessIO) -> None:
+        self._thread = threading.Thread(target=self._run, args=(io,), name="transfer-io", daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._thread = None  # it cannot be waited for
+            raise
+
+    def _run(self, io: ProcessIO) -> None:
+        """The thread. Where nobody waits for its end any more, it clears up by itself."""
+        try:
+            io.run()
+        finally:
+            with self._leaving:  # or both sides could find that the other one will do it
+                self._has_ended = True
+                is_left = self._is_left
+            if is_left:
+                self._clear_up(io)
+
+    def _clear_up(self, io: ProcessIO) -> None:
+        io.wakeup.close()
+        self._owner.close()
 
     def submit(self, task: TransferTask) -> None:
         """Hand a task over. One that cannot start is answered on the caller's own thread, before this returns."""
@@ -141,10 +166,13 @@ class Processes:
         with self._stop_lock:  # of two callers the second waits for the first
             if self._thread is not None:
                 self._thread.join(self.config.stop_timeout_seconds + _CALLBACK_SECONDS)
-                if self._thread.is_alive():
-                    logger.error("event=io_thread_stuck action=leave_it_what_it_uses")  # in the caller's callback
+                with self._leaving:
+                    self._is_left = not self._has_ended
+                if self._is_left:  # in the caller's callback, or without a processor
+                    logger.error("event=io_thread_stuck action=leave_it_what_it_uses")
                     return
                 self._thread = None
             if self.io is not None:
-                self.io.wakeup.close()
-            self._owner.close()
+                self._clear_up(self.io)
+            else:
+                self._owner.close()

@@ -74,7 +74,7 @@ class StorageProcesses:
     def start(self, on_result: OnResult, on_ready: Callable[[], None]) -> None:
         try:
             check_place(self._storage)
-        except StorageRefusedError:
+        except BaseException:  # refused; or no thread to try it with
             self.stop()
             raise
         io = self._processes.start(Callbacks(on_result, on_ready=on_ready), self._storage.start_timeout_seconds)

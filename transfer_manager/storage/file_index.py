@@ -98,7 +98,7 @@ class Index:
     def remove(self, hashes: Iterable[bytes]) -> int:
         """Forget objects; returns how many were there."""
         with self._lock:
-            found = [put for put in map(self._entries.get, set(hashes)) if put is not None]
+            found = [put for put in map(self._entries.get, dict.fromkeys(hashes)) if put is not None]
             for put in found:
                 self._forget(put)
             return len(found)

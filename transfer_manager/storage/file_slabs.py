@@ -50,7 +50,7 @@ class Slabs:
     def cut(self) -> None:
         """Give back what is beyond the capacity, now that the journal names none of it. Raises OSError."""
         kept = {slab_path(self._path, slab) for slab in range(len(self._fds))}
-        for path in set(self._path.glob(SLAB_GLOB)) - kept:
+        for path in sorted(set(self._path.glob(SLAB_GLOB)) - kept):
             self._disk.remove(path)
         for slab, fd in enumerate(self._fds):
             if self._disk.size(fd) > self._target(slab) * self._geometry.slot_bytes:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 
+from fastdeploy_cache.ipc.codec import taken_apart
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 
 KEY_VERSION = 1
@@ -49,7 +50,7 @@ class KeySpace(msgspec.Struct, frozen=True, kw_only=True):
     def parse(cls, data: bytes | bytearray) -> Self | None:
         """What a store has written down of a space, as JSON; None where that cannot be read."""
         try:
-            space = msgspec.json.decode(data, type=cls)
+            space: Self = msgspec.json.decode(data, type=taken_apart(cls))
             space.digest  # noqa: B018 (numbers that it has no room for are damage, too)
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):  # `ValueError`: no UTF-8
             return None

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from fastdeploy_cache.errors import StorageError, StorageRefusedError
+from fastdeploy_cache.ipc.codec import taken_apart
 from fastdeploy_cache.transfer_manager.storage.admin import (
     Checked,
     Cleared,
@@ -131,7 +132,7 @@ class MooncakeAdmin(StorageAdmin):
     def _num_bytes(self, key: str, num_objects: int) -> int | None:
         answer = self._get(f"/query_key?key={key}") or b""  # evicted meanwhile
         try:
-            replicas = msgspec.json.decode(answer, type=_Queried).data
+            replicas = msgspec.json.decode(answer, type=taken_apart(_Queried)).data
         except (msgspec.MsgspecError, UnicodeDecodeError):  # that, or it is in no memory
             return None
         return num_objects * max(0, replicas[0].size_ - SEAL_BYTES) if replicas else None

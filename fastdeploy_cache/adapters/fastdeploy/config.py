@@ -14,6 +14,7 @@ from fastdeploy_cache.adapters.fastdeploy.peer_config import peer_config
 from fastdeploy_cache.config.cache import CONFIG_KINDS, ROLES, WRITE_POLICIES, CacheConfig, check_keys
 from fastdeploy_cache.config.sources import Sources
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.ipc.codec import taken_apart
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.sizes import with_sizes
@@ -197,7 +198,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         if "peer" in settings and "weights_id" in storage:
             given["peer"] = {"weights_id": storage["weights_id"], **settings["peer"]}
     try:
-        msgspec.convert(with_sizes(given), CacheConfig)
+        msgspec.convert(with_sizes(given), taken_apart(CacheConfig))
     except msgspec.ValidationError as error:
         raise Sources(given).blame(error, CONFIG_KINDS) from error
 

@@ -81,7 +81,7 @@ class SchedulerHalf:
 
         Raises:
             ConfigError: a rank's are missing, or ranks keep them in different orders.
-            LayoutError, RankStartError: see `PrefixCacheManager.attach_kv`.
+            LayoutError, RankStartError, ClosedError: see `PrefixCacheManager.attach_kv`.
         """
         if set(kv) != set(range(self._config.transfer.tp_size)):
             raise ConfigError(f"KV arrays of ranks {sorted(kv)}; there are {self._config.transfer.tp_size} ranks")

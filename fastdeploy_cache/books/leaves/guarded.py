@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 from fastdeploy_cache.books.leaves.leaf_order import IsLeaf
@@ -72,7 +73,7 @@ class GuardedPolicy:
             try:
                 return method(*args)
             except Exception:  # the policy of somebody else's making, or its clock
-                successor = self.replace()
+                successor = self.replace(concerned=[each for each in args if type(each) is Run])
             try:
                 return getattr(successor, name)(*args)
             except MemoryError:
@@ -157,8 +158,8 @@ class GuardedPolicy:
             self._moving = None
         return self._moving is not None
 
-    def replace(self) -> EvictionPolicy:
-        """Let `lru` take over. Walks the tree, once."""
+    def replace(self, concerned: Sequence[Run] = ()) -> EvictionPolicy:
+        """Let `lru` take over. Walks the tree, once. `concerned`: runs that may have left it already."""
         self._mishaps.note("policy")
         self._moving = None
         num_uses = max((run.last_used for run in self._runs()), default=0)
@@ -166,11 +167,13 @@ class GuardedPolicy:
         chosen = LeastRecentlyUsed(lambda: 0.0, keeps_borders=keeps_borders, num_uses=num_uses)
         self._serve_by(chosen)
         chosen.clear(self._is_leaf, self._split)
+        for run in concerned:
+            run.queued_gpu = run.queued_cpu = None
         for run in self._runs():
             run.queued_gpu = run.queued_cpu = None
             for tier in TIERS:
-                if self._is_leaf(run, tier):
-                    chosen.push(run, tier)
+                if self._is_leaf(run, tier):  # what it does not hear of is evicted later than it could be
+                    self._mishaps.contain("policy", partial(chosen.push, run, tier))
         return chosen
 
 

@@ -19,6 +19,7 @@ from fastdeploy_cache.insight.doctor.finding import Finding
 from fastdeploy_cache.insight.looks.live_views import RanksView, RequestsView
 from fastdeploy_cache.insight.looks.prefix_views import PrefixView, TreeView
 from fastdeploy_cache.insight.what_if.what_if import WhatIfRate
+from fastdeploy_cache.ipc.codec import taken_apart
 from fastdeploy_cache.requests.explanation import Explanation
 
 LIFE_VERBS = ("pause", "resume", "sleep", "wake", "clear", "update-weights")
@@ -263,7 +264,7 @@ Verb = (
 
 def decode(line: bytes) -> Verb:
     """The verb that a line of JSON asks for. Raises `msgspec.DecodeError` or `UnicodeDecodeError`."""
-    verb: Verb = msgspec.json.decode(line, type=Verb)
+    verb: Verb = msgspec.json.decode(line, type=taken_apart(Verb))
     return verb
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Forgotten, TierLost
-from fastdeploy_cache.books.path import gpu_ids
+from fastdeploy_cache.books.path import num_gpu
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.run import GPU, Run
 from fastdeploy_cache.books.tokens import TokenIds
@@ -170,7 +170,7 @@ class Pins:
             name=name,
             num_tokens=num_blocks * self._size,
             num_blocks=num_blocks,
-            num_gpu_blocks=len(gpu_ids(pin.run.path(), num_blocks)) if pin is not None else 0,
+            num_gpu_blocks=num_gpu(pin.run.path(), num_blocks) if pin is not None else 0,
             seconds_left=max(0.0, held.ends_at - self._books.clock.now()),
         )
 

@@ -240,7 +240,7 @@ def test_the_table_is_written_in_place() -> None:
 # -- requests
 
 
-def test_duplicates_of_a_running_request_are_replaced_before_they_are_freed(caches: CacheManager) -> None:
+def test_duplicates_are_replaced_before_they_are_freed(caches: CacheManager) -> None:
     """Two requests compute the same prompt: the later one's table names no page that was freed."""
     one, two = Request(0, [1, 2, 3, 4]), Request(1, [1, 2, 3, 4])
     admit(caches, one)

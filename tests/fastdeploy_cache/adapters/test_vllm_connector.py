@@ -24,6 +24,8 @@ from tests.rigs.process_ends import SECONDS, pids
 from tests.rigs.stopping import stopped
 from tests.rigs.vllm_rig import BLOCK_SIZE, Rig, expected_output
 
+pytestmark = pytest.mark.processes
+
 PROMPT = [100 + i for i in range(6 * BLOCK_SIZE + 3)]
 NUM_PROMPT_BLOCKS = 6
 NewRig = Callable[..., Rig]

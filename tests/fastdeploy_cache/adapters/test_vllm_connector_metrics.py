@@ -21,6 +21,8 @@ from fastdeploy_cache.adapters.vllm.connector import FastDeployCacheConnector
 from tests.rigs.process_ends import SECONDS
 from tests.rigs.vllm_rig import BLOCK_SIZE, Rig
 
+pytestmark = pytest.mark.processes
+
 PROMPT = [100 + i for i in range(6 * BLOCK_SIZE + 3)]
 NUM_CACHED = 6 * BLOCK_SIZE
 NewRig = Callable[..., Rig]

@@ -1,0 +1,77 @@
+"""The options of `simulate-faults` and of `soak`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fastdeploy_cache.errors import LaunchError, StorageError
+from fastdeploy_cache.transfer_manager.storage.valkey_admin import ValkeyAdmin
+
+
+@dataclass(frozen=True)
+class SimulateFaultsOptions:
+    """How long to look, for what, and where what is found goes."""
+
+    minutes: Annotated[float, typer.Option(min=0.01, help="How long to look.")] = 1.0
+    seed: Annotated[int, typer.Option(min=0, help="Of the first story; the others have those behind it.")] = 0
+    steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps, even before the time.")] = None
+    faults: Annotated[list[str], typer.Option(help="Only these, separated by commas; all of them without it.")] = field(
+        default_factory=list
+    )
+    story: Annotated[
+        Path | None, typer.Option(help="Run one story again, as --json has written it, and nothing else.")
+    ] = None
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Also write the counts and the found stories here; - is standard output."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class SoakOptions:
+    """How long, how many ranks, and what is done to them."""
+
+    minutes: Annotated[float, typer.Option(min=0.01, help="How long the engines are hurt.")] = 1.0
+    ranks: Annotated[int, typer.Option(min=1, max=8, help="Of each engine.")] = 2
+    seed: Annotated[int, typer.Option(min=0, help="What users ask, and which fault comes next, follow from it.")] = 0
+    faults: Annotated[list[str], typer.Option(help="Only these, separated by commas; all of them without it.")] = field(
+        default_factory=list
+    )
+    valkey_url: Annotated[
+        str, typer.Option(help="One store for all engines, such as valkey://127.0.0.1:6379/0; else each has a folder.")
+    ] = ""
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write what was seen here; - is standard output.")
+    ] = None
+
+
+def fault_names(given: list[str], known: tuple[str, ...]) -> tuple[str, ...]:
+    """What `--faults` names, or all that are known. Raises `typer.BadParameter` for one that is not."""
+    names = [name.strip() for each in given for name in each.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is no fault; known: {', '.join(known)}")
+    return tuple(names) or known
+
+
+def check_json(file: Path | None) -> None:
+    """Raise `typer.BadParameter` where what was found cannot be written there: status 1 means a finding."""
+    from fastdeploy_cache.launch.findings import check_target
+
+    try:
+        check_target(file)
+    except LaunchError as error:
+        raise typer.BadParameter(f"--json: {error}") from error
+
+
+def check_server(url: str) -> None:
+    """Ask the server of `--valkey-url`, if there is to be one. Raises `typer.BadParameter` where it does not answer."""
+    try:
+        if url:
+            ValkeyAdmin({"server_url": url}).weights_ids()
+    except StorageError as error:
+        raise typer.BadParameter(f"--valkey-url: {error}") from error

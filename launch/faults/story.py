@@ -1,0 +1,319 @@
+"""A story: what the users of each engine do, which faults come when, and the seed that decides who goes when."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+
+from fastdeploy_cache.errors import LaunchError
+
+STORY_VERSION: Final = 3
+WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
+WRITE_POLICIES: Final[tuple[WritePolicy, ...]] = ("write_back", "write_through", "write_through_selective")
+BLOCK_SIZE, NUM_TEXTS, LONGEST, MAX_RUNNING = 4, 6, 36, 2
+# how often each comes
+ACTS: Final = {
+    "admit": 150, "advance": 110, "look": 6, "end": 80, "reset": 1, "clear": 1, "pause": 3, "sleep": 1, "weights": 1,
+    "detach": 1, "flush": 3, "check": 2, "see": 5, "pin": 6, "rest": 30, "worker": 8,
+    "offer": 60, "receive": 60, "close": 1, "drop": 12,
+    "find": 12, "insert": 12, "load": 10, "swap_in": 8, "swap_out": 8, "copy": 4, "evict": 3,
+}  # fmt: skip
+# what a fault may wait for: the beginnings of what `World.phases` says
+PHASES: Final = (
+    "", "", "", "transfer: swap_in", "transfer: swap_out", "transfer: copy", "storage: prefetch", "storage: write",
+    "storage: lookup", "peer: receive", "peer: send", "request: wait", "request: confirm", "request: flush",
+    "request: pause", "request: sleep", "request: wake", "request: update_weights", "request: attach",
+    "request: kv_lost",
+)  # fmt: skip
+# faults that go together, and what a story needs for them
+_THEMES: Final = (
+    ("num_users", ("endless copies",)),
+    ("num_users", ("endless copies", "slow copies")),
+    ("num_users", ("slow copies", "endless copies", "kill rank", "kill all ranks", "stop rank")),
+    ("num_users", ("no threads", "no processes", "no descriptors", "no memory")),
+    ("num_users", ("kill engine", "stop engine", "clock jump")),
+    ("num_users", ("failing copies", "slow copies")),
+    ("num_users", ("memory errors", "outside errors")),
+    ("ranks_own_kv", ("kill rank", "slow copies")),
+    ("ranks_own_kv", ("kill all ranks", "kill rank", "no processes")),
+    ("has_store", ("slow disk", "slow copies", "stop storage", "kill storage")),
+    ("has_store", ("flipped bits", "disk errors", "disk broken", "full disk")),
+    ("has_store", ("flipped bits",)),
+    ("has_store", ("lying disk", "power loss", "kill engine")),
+    ("has_peers", ("lost messages", "slow copies")),
+    ("has_peers", ("lost messages", "very late messages", "slow copies")),
+    ("has_peers", ("late messages", "kill peer", "stop peer", "stop engine")),
+)
+# what a fault with such a word in its name is about
+_LIKELY: Final = {
+    "rank": ("transfer: swap_in", "transfer: swap_out", "transfer: copy", "storage: prefetch"),
+    "copies": ("transfer: swap_in", "transfer: swap_out", "peer: receive"),
+    "disk": ("storage: prefetch", "storage: write", "storage: lookup", "request: attach"),
+    "bits": ("storage: prefetch", "storage: lookup"),
+    "storage": ("storage: prefetch", "storage: write", "storage: lookup"),
+    "peer": ("peer: receive", "peer: send"),
+    "messages": ("peer: receive", "peer: send"),
+}
+_LASTING: Final = ("messages", "slow", "endless", "bits", "lying", "full", "failing", "memory errors", "outside errors")
+_NEVER: Final = (0.0, 0.0, 0.0, 0.0, 0.0)  # as many to draw from as where something fails all along
+_LONG_SECONDS: Final = (1.0, 15.0, 40.0)
+_RARE: Final = (
+    "reset", "clear", "pause", "sleep", "weights", "detach", "flush", "check", "pin", "close", "drop", "worker",
+)  # fmt: skip
+_OF_CALLERS: Final = ("find", "insert", "load", "swap_in", "swap_out", "copy", "evict")
+_NEEDS: Final = {
+    "flush": "has_store", "detach": "has_store", "offer": "has_peers", "receive": "has_peers", "worker": "has_workers",
+}  # fmt: skip
+_PEER_SHARE = 0.4
+_ALONE_SHARE = 0.5
+_HAND_OVER_SHARE = 0.3  # of these: one engine computes and offers, and takes back; the other one receives
+_COME_BACK_SHARE = 0.3  # of the others with a store
+# what is chosen from in each round: a store may also go while it is being written
+_COME_BACK: Final = (
+    ("admit",), ("admit",), ("end",), ("end",), ("flush", "flush", "flush", "detach"), ("reset", "sleep"),
+)  # fmt: skip
+_OF_STORES: Final = (
+    ("flipped bits",), ("flipped bits", "kill storage"), ("disk errors", "slow disk"), ("power loss", "kill storage"),
+    ("endless copies",), ("kill rank", "slow disk"),
+)  # fmt: skip
+_OF_LINKS: Final = ("late messages", "very late messages", "lost messages", "slow copies")
+_NUM_ACTS = (40, 100, 250)  # of a user
+# as many at once as in a soak, where prefixes are long and shared by many
+CROWD: Final[dict[str, Any]] = {"num_users": 4, "num_gpu_blocks": 96, "num_cpu_blocks": 192, "num_store_blocks": 512}
+_CROWD_EVERY, _MOST_CROWD_ACTS = 20, 100
+SECONDS: Final = (0.01, 0.2, 1.0, 4.0, 15.0, 40.0)
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the engines of a story are made of."""
+
+    num_engines: int = 1
+    num_users: int = 1
+    tp_size: int = 2
+    num_gpu_blocks: int = 24
+    num_cpu_blocks: int = 48
+    has_store: bool = True
+    kv_owner: Literal["engine", "transfer", "worker"] = "engine"
+    cpu_write_policy: WritePolicy = "write_through"
+    storage_write_policy: WritePolicy = "write_through"
+    prefetch_policy: Literal["timeout", "best_effort", "wait_complete"] = "timeout"
+    eviction_policy: str = "lru"
+    recompute_last_token: bool = False
+    num_store_blocks: int = 64
+    has_peers: bool = False  # engines hand blocks to each other
+    memory_error_share: float = 0.0  # all the time, as the fault does for a while
+    outside_error_share: float = 0.0
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether others make the KV arrays."""
+        return self.kv_owner == "worker"
+
+    @property
+    def ranks_own_kv(self) -> bool:
+        """Whether they go with a rank that dies."""
+        return self.kv_owner == "transfer"
+
+
+class Act(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One thing that a user does; what the numbers mean is the verb's."""
+
+    verb: str
+    first: int = 0
+    second: int = 0
+    third: int = 0
+
+
+class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
+    """It happens when the scheduler has come to that step."""
+
+    at_step: int
+    name: str
+    target: int = 0
+    seconds: float = 0.0
+    phase: str = ""  # it waits for this phase of a request, a transfer or a job, though not for ever
+
+
+class Story(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a run follows from. `users`: by engine and user what each does."""
+
+    seed: int
+    settings: Settings
+    users: tuple[tuple[tuple[Act, ...], ...], ...]
+    faults: tuple[Fault, ...] = ()
+    version: int = STORY_VERSION
+
+
+def new_story(seed: int, fault_names: tuple[str, ...], most_acts: int = _NUM_ACTS[-1]) -> Story:
+    """Draw one. Stories differ in what they are made of more than in length, as most faults need one setting.
+    `most_acts`: of each user."""
+    choose = random.Random(seed)  # noqa: S311 (nothing is kept secret)
+    num_acts = min(choose.choice(_NUM_ACTS), most_acts)
+    settings = _settings(choose, fault_names)
+    if seed % _CROWD_EVERY == _CROWD_EVERY - 1:
+        settings, num_acts = msgspec.structs.replace(settings, **CROWD), min(num_acts, _MOST_CROWD_ACTS)
+    users = tuple(
+        tuple(tuple(acts_for(choose, settings, num_acts)) for _ in range(settings.num_users))
+        for _ in range(settings.num_engines)
+    )
+    steps_per_act = 40 * settings.num_users * settings.num_engines
+    num_faults = choose.choice((0, 4, 10, 20, 40)) if fault_names else 0
+    steps = sorted(choose.randrange(1, num_acts * steps_per_act) for _ in range(num_faults))
+    few = _some(choose, fault_names, settings)
+    by_itself = random.Random(~seed)  # noqa: S311
+    if settings.has_peers and by_itself.random() < _HAND_OVER_SHARE:
+        if by_itself.random() < _ALONE_SHARE:  # else a reset of one takes back what the others have offered
+            steps = [-(-step // settings.num_users) for step in steps]
+            settings = msgspec.structs.replace(settings, num_users=1)
+        users = _hand_overs(by_itself, settings, num_acts)
+        few = [name for name in _OF_LINKS if name in fault_names and by_itself.random() < 0.5] or few
+    elif settings.has_store and by_itself.random() < _COME_BACK_SHARE:
+        settings = msgspec.structs.replace(
+            settings,
+            num_cpu_blocks=max(24, settings.num_cpu_blocks),  # for what is read
+            prefetch_policy=by_itself.choice(("timeout", "wait_complete")),
+        )
+        users = _come_backs(by_itself, settings, num_acts)
+        few = [name for name in by_itself.choice(_OF_STORES) if name in fault_names] or few
+    faults = tuple(_fault(choose, step, few) for step in steps)
+    return Story(seed=seed, settings=settings, users=users, faults=faults)
+
+
+def _hand_overs(choose: random.Random, settings: Settings, num_acts: int) -> tuple[tuple[tuple[Act, ...], ...], ...]:
+    """Prompts that are offered and taken back while another engine reads them: that takes more acts in a row than are
+    drawn one by one."""
+    num_rounds = max(1, num_acts // 4)
+    owners_weights = choose.randrange(2 * num_rounds)  # in one of two stories there are new ones, the receiver's later
+    taken_back = "reset" if owners_weights >= num_rounds else "rest"
+    roles = ("admit", "offer", taken_back, "end"), ("receive", "rest", "end", "end")
+    new_weights = owners_weights, owners_weights + choose.randrange(1 + num_rounds // 2)
+
+    def acts(role: tuple[str, ...], new_weights: int) -> Iterator[Act]:
+        for number in range(num_rounds):
+            for verb in (*role, "weights") if number == new_weights else role:
+                first = number if verb == "admit" else int(verb in ("offer", "receive"))  # the newest; waits for one
+                yield Act(verb, first, choose.randrange(64) * (verb == "admit"), choose.randrange(4))
+
+    return tuple(
+        tuple(tuple(acts(role, at)) for _ in range(settings.num_users))
+        for role, at in zip(roles, new_weights, strict=True)
+    )
+
+
+def _come_backs(choose: random.Random, settings: Settings, num_acts: int) -> tuple[tuple[tuple[Act, ...], ...], ...]:
+    """Prompts that are written, forgotten on the GPU or everywhere above the store, and asked for again."""
+
+    def acts() -> Iterator[Act]:
+        for verbs in _COME_BACK * max(1, num_acts // len(_COME_BACK)):
+            verb = choose.choice(verbs)
+            first = {"flush": 2, "sleep": 0}.get(verb, choose.randrange(2))  # with patience; the GPU alone; two texts
+            yield Act(verb, first, choose.randrange(64), choose.randrange(64))
+
+    return tuple(tuple(tuple(acts()) for _ in range(settings.num_users)) for _ in range(settings.num_engines))
+
+
+def _some(choose: random.Random, names: Sequence[str], settings: Settings) -> Sequence[str]:
+    """Faults that go together, or any; some stories are about one alone."""
+    needs = ["num_users", *(need for need in ("ranks_own_kv", "has_store", "has_peers") if getattr(settings, need))]
+    need = choose.choice(needs)
+    themes = [theme for needed, theme in _THEMES if needed == need]
+    theme = [name for name in choose.choice(themes) if name in names]
+    if theme and choose.random() < 0.6:
+        return theme
+    return names and choose.sample(names, min(len(names), choose.choice((1, 2, 4, len(names)))))
+
+
+def _fault(choose: random.Random, step: int, names: Sequence[str]) -> Fault:
+    name = choose.choice(names)
+    phases = next((phases for word, phases in _LIKELY.items() if word in name), PHASES)
+    phase = choose.choice(choose.choice((PHASES, phases)))
+    seconds = choose.choice(_LONG_SECONDS if any(word in name for word in _LASTING) else SECONDS)
+    return Fault(step, name, choose.randrange(64), seconds, phase)
+
+
+def _settings(choose: random.Random, fault_names: tuple[str, ...]) -> Settings:
+    has_peers = choose.random() < _PEER_SHARE
+    return Settings(
+        num_engines=2 if has_peers else choose.choice((1, 1, 1, 2)),
+        has_peers=has_peers,
+        num_users=choose.choice((1, 1, 2)),
+        tp_size=choose.choice((1, 2, 2, 3)),
+        num_gpu_blocks=choose.choice((16, 24, 32)),
+        num_cpu_blocks=choose.choice((6, 24, 60)),
+        has_store=choose.random() < 0.7,
+        kv_owner=choose.choice(("engine", "transfer", "worker")),
+        cpu_write_policy=choose.choice(WRITE_POLICIES),
+        storage_write_policy=choose.choice(WRITE_POLICIES),
+        prefetch_policy=choose.choice(("timeout", "best_effort", "wait_complete")),
+        eviction_policy=choose.choice(("lru", "lru", "fifo", "lfu", "slru", "priority", "reuse")),
+        recompute_last_token=choose.random() < 0.3,
+        num_store_blocks=choose.choice((24, 128)),
+        memory_error_share=choose.choice((0.0, 0.0, 0.0, 0.03, 0.15) if "memory errors" in fault_names else _NEVER),
+        outside_error_share=choose.choice((0.0, 0.0, 0.0, 0.003, 0.03) if "outside errors" in fault_names else _NEVER),
+    )
+
+
+def acts_for(choose: random.Random, settings: Settings, num_acts: int) -> list[Act]:
+    """Draw what one user does with a cache of these settings."""
+    weights = {verb: weight for verb, weight in ACTS.items() if getattr(settings, _NEEDS.get(verb, "num_users"))}
+    for verb in _RARE:  # some stories are full of what others lack
+        if verb in weights:
+            weights[verb] *= choose.choice((0, 1, 1, 8))
+    share = choose.choice((0, 0, 0, 1, 4))  # likewise of those that keep their requests themselves
+    weights |= {verb: share * weights[verb] for verb in _OF_CALLERS}
+    verbs = choose.choices(list(weights), list(weights.values()), k=num_acts)
+    return [Act(verb, choose.randrange(64), choose.randrange(64), choose.randrange(64)) for verb in verbs]
+
+
+def to_json(story: Story) -> bytes:
+    """The story as a file."""
+    return msgspec.json.format(msgspec.json.encode(story), indent=1)
+
+
+def from_json(data: bytes, name: str) -> Story:
+    """Read such a file, or what a search has written: then it is the first story in which something was found.
+
+    Raises:
+        LaunchError: it is none, or of another version.
+    """
+    try:
+        found = msgspec.json.decode(data, type=_Report).found
+        if found is not None and not found:
+            raise LaunchError(f"{name} is of a search that has found nothing; there is no story in it")
+        data = found[0].story if found else data
+        version = msgspec.json.decode(data, type=_Versioned).version
+        if version != STORY_VERSION:
+            raise LaunchError(f"{name} is a story of version {version}; this program knows version {STORY_VERSION}")
+        return _whole(msgspec.json.decode(data, type=Story))
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise LaunchError(f"{name} is no story, or is cut short: {error}") from error
+
+
+def _whole(story: Story) -> Story:
+    """It can be run, as far as its parts tell.
+
+    Raises:
+        ValueError: it has a verb that there is not, or users who are none of its engines'.
+    """
+    settings = story.settings
+    if [len(users) for users in story.users] != [settings.num_users] * settings.num_engines:
+        raise ValueError(f"it has to have {settings.num_users} users for each of {settings.num_engines} engines")
+    for act in (act for users in story.users for acts in users for act in acts):
+        if act.verb not in ACTS:
+            raise ValueError(f"{act.verb!r} is no verb; known: {', '.join(ACTS)}")
+    return story
+
+
+class _Versioned(msgspec.Struct):
+    version: int
+
+
+class _Found(msgspec.Struct):
+    story: msgspec.Raw
+
+
+class _Report(msgspec.Struct):
+    found: list[_Found] | None = None

@@ -1,0 +1,362 @@
+"""Faults that are planted into the product, one at a time, to see whether the simulation finds them.
+
+Each replaces a few words of the product's own source, so that it says exactly what is taken away; where the words are
+not there any more, planting fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """In a function of a module, `old`, which is there once, becomes `new`."""
+
+    module: str
+    function: str  # `name`, or `Class.name`
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault, and the kinds of findings by which it shows."""
+
+    name: str
+    rewrites: tuple[Rewrite, ...]
+
+
+def _planted(name: str, *rewrites: tuple[str, str, str, str]) -> Planted:
+    return Planted(name, tuple(Rewrite(*each) for each in rewrites))
+
+
+ALL = (
+    # -- landing
+    _planted(
+        "a failed load counts as loaded",
+        ("movement.block_mover", "BlockMover._finish", "succeeded = result.error is None", "succeeded = True"),
+    ),
+    _planted(
+        "a refused task is answered as done",
+        ("transfer_manager.process.lanes", "LaneServer.serve", "error=error,", "error=None,"),
+    ),
+    # -- ranks
+    _planted(
+        "a task ends with the first rank",
+        ("transfer_manager.process.flights", "Flights.answer", "if flight.waiting:", "if False:"),
+    ),
+    _planted(
+        "layers are shown before they are copied",
+        (
+            "transfer_manager.device.cpu",
+            "CpuDevice.copy",
+            "_copy(pairs, route)\n            on_layer(num_layers)",
+            "on_layer(num_layers)\n            _copy(pairs, route)",
+        ),
+    ),
+    _planted(
+        "a wake-up is taken away",
+        ("transfer_manager.process.io_thread", "ProcessIO._turn", "self.wakeup.clear()", "pass"),
+        (
+            "transfer_manager.process.io_thread",
+            "ProcessIO._turn",
+            "self._send()  #",
+            "self._send(); self.wakeup.clear()  #",
+        ),
+    ),
+    _planted(
+        "a dead rank keeps its descriptors",
+        ("transfer_manager.process.child", "ChildProcess.close", "os.close(self.pidfd)", "pass"),
+    ),
+    _planted(
+        "the queue of a dead rank stays",
+        ("transfer_manager.process.supervisor", "RankSupervisor._drop", "self.queue.close()", "pass"),
+    ),
+    # -- what is forgotten
+    _planted(
+        "a request publishes after a reset",
+        (
+            "requests.publisher",
+            "Publisher._may",
+            "is_current = active.generation >= self._tree.generations.last_reset",
+            "is_current = True",
+        ),
+    ),
+    _planted(
+        "the death of a rank with its arrays is not told",
+        ("ranks", "RankAccess.on_kv_lost", "self._forget_gpu(rank, has_kv=False)", "pass"),
+        ("ranks", "RankAccess.on_kv_lost", "self._forget_gpu(rank, has_kv=True)", "pass"),
+    ),
+    _planted(
+        "new arrays of a rank are not told",
+        ("transfer_manager.rank.owner", "RankOwner.take_report", "if num_restarts:", "if False:"),
+    ),
+    _planted(
+        "the death of a worker is not told",
+        (
+            "ranks",
+            "RankAccess.kv_lost",
+            'self._forget_gpu(rank, has_kv=False if self._config.transfer.owner_of_kv == "worker" else None)',
+            "pass",
+        ),
+    ),
+    _planted(
+        "what was computed without a worker counts",
+        (
+            "ranks",
+            "RankAccess.attach_kv",
+            "self._forget_gpu(rank, has_kv=has_kv)",
+            "self._mover.note_kv(rank, is_there=True)",
+        ),
+    ),
+    _planted(
+        "sleep forgets nothing of the GPU",
+        (
+            "life_cycle",
+            "LifeCycle._forget",
+            "elif GPU in tiers:\n        drop_gpu(tree)",
+            "elif GPU in tiers:\n        pass",
+        ),
+    ),
+    _planted(
+        "sleep forgets nothing of the CPU tier",
+        ("life_cycle", "LifeCycle._forget", "drop_cpu(self._books)", "pass"),
+    ),
+    _planted(
+        "new weights keep the store's name",
+        (
+            "life_cycle",
+            "LifeCycle._rename",
+            "dataclasses.replace(storage, weights_id=weights_id) if",
+            "storage if",
+        ),
+    ),
+    _planted(
+        "new weights keep the offers' name",
+        ("peers.peers", "Peers._on_forgotten", "self.road.offers.rename_weights(forgotten.weights_id)", "pass"),
+    ),
+    _planted(
+        "new weights forget nothing",
+        ("life_cycle", "LifeCycle._rename", "self._books.forget(weights_id)", "pass"),
+        ("books.books", "Books.follow_weights", "self.forget(weights_id)", "pass"),
+    ),
+    _planted(
+        "a namespace is no part of the key",
+        (
+            "books.prefix_tree",
+            "PrefixTree.root",
+            "run = self.roots.get(namespace)",
+            'namespace = ""; run = self.roots.get("")',
+        ),
+        ("books.prefix_tree", "PrefixTree.find", "self.roots.get(namespace)", 'self.roots.get("")'),
+    ),
+    _planted(
+        "a namespace is no part of storage's key",
+        ("books.block_hash", "root_hash", "+ namespace.encode()", ""),
+    ),
+    # -- requests
+    _planted(
+        "a match settles at more than was shown",
+        ("requests.matcher", "Matcher.settle", "del ids[active.num_readable_blocks :]", "pass"),
+    ),
+    _planted(
+        "a whole prompt is found",
+        ("requests.matcher", "Matcher.find", "(request.num_tokens - 1) //", "request.num_tokens //"),
+    ),
+    _planted(
+        "too much may be committed",
+        (
+            "manager",
+            "PrefixCacheManager.commit",
+            "if not is_more or num_computed_tokens > request.num_tokens:",
+            "if False:",
+        ),
+    ),
+    _planted(
+        "a wait has no deadline",
+        (
+            "requests.loads",
+            "MatchLoads._wait_until_settled",
+            "wait_done(transfers, deadline - now, clock)",
+            "wait_done(transfers, 1e6, clock)",
+        ),
+    ),
+    _planted(
+        "only the first box is handed over",
+        ("books.books", "Books.__exit__", "for outlet in self._outlets:", "for outlet in self._outlets[:1]:"),
+    ),
+    # -- storage
+    _planted(
+        "what storage reads may be given out",
+        ("books.block_pool", "BlockPool.begin_reading", "for block_id in ids:", "for block_id in ():"),
+        ("books.block_pool", "BlockPool.end_reading", "for block_id in ids:", "for block_id in ():"),
+    ),
+    _planted(
+        "a torn object is accepted",
+        (
+            "transfer_manager.storage.file_store",
+            "FileStorage.read",
+            "return min(bad, default=len(puts))",
+            "return len(puts)",
+        ),
+    ),
+    _planted(
+        "a read counts as far as it was asked for",
+        (
+            "transfer_manager.storage.worker",
+            "StorageExecutor._do",
+            "num_whole = store.read(self._blocks(task, task.destination_ids))",
+            "num_whole = max(store.read(self._blocks(task, task.destination_ids)), len(task.destination_ids))",
+        ),
+    ),
+    _planted(
+        "the rank that read most decides",
+        ("transfer_manager.task", "TransferResult.num_blocks", "min((r.num_blocks", "max((r.num_blocks"),
+    ),
+    _planted(
+        "a prefetch lands behind a hole",
+        (
+            "books.arrivals",
+            "insert_copies",
+            "if num_found < first or not joined:",
+            "first = min(first, num_found)\n    if not joined:",
+        ),
+    ),
+    _planted(
+        "a store that is opening owns nothing",
+        (
+            "storage.access",
+            "StorageAccess.held_ids",
+            "for tier in (*self._beside, self._tier)",
+            "for tier in (self._tier,)",
+        ),
+    ),
+    # -- what is never given back
+    _planted(
+        "a release keeps its own blocks",
+        ("requests.requests", "Requests.release", "active.free_private(self.books.pools[GPU])", "pass"),
+    ),
+    _planted(
+        "a failed load keeps its room",
+        ("movement.cargo", "Landings._send_home", "self._books.pools[self._transfer.tier].free(ids, TASK)", "pass"),
+    ),
+    _planted(
+        "a copy keeps its source in place",
+        ("books.arrivals", "land", "tree.unpin(segment)", "pass"),
+    ),
+    _planted(
+        "a prefetch keeps what did not come",
+        ("storage.reads", "StorageReads._end_piece", "self._pool.free(ids, TASK)", "pass"),
+    ),
+    _planted(
+        "a detach leaves its processes",
+        ("storage.access", "StorageAccess._detach", "tier.link.client.stop()", "pass"),
+    ),
+    _planted(
+        "a failed receive keeps its room",
+        ("peers.receives", "PeerReceives.try_land", "self._tree.pools[0].free(mine.ids, TASK)", "pass"),
+    ),
+    # -- other instances
+    _planted(
+        "a failed receive joins",
+        (
+            "peers.receives",
+            "PeerReceives.answered",
+            "mine.is_answered, mine.why = True, why",
+            "mine.is_answered, mine.why = True, None",
+        ),
+    ),
+    # -- where a copy fails, memory runs out, or something outside raises
+    _planted(
+        "a receive that got no memory keeps its pin",
+        ("peers.receives", "PeerReceives.begin", "tree.move_pin(pin, None, 0)\n        raise", "raise"),
+    ),
+)
+
+# Seen by the order of things, long before a byte is wrong: see `order_oracles` and `tests/model`
+BY_ORDER = (
+    _planted(
+        "a copy down lands where it does not fit",
+        ("books.arrivals", "_fitting", "fits = not run.cpu or run.cpu_end == segment.start or", "fits = True or"),
+    ),
+    _planted(
+        "ids go home before the rank is reaped",
+        (
+            "transfer_manager.process.io_thread",
+            "ProcessIO._kill_stuck",
+            'self.ranks[rank].kill(f"task {task_id} passed its deadline")',
+            (
+                'self.ranks[rank].kill("late"); [self._fail(each, self.ranks[rank], "late") for each in '
+                "self.tasks.flights.of_rank(rank)]"
+            ),
+        ),
+    ),
+    _planted(
+        "a receive joins without the owner's last word",
+        (
+            "transfer_manager.peer.receiver",
+            "RankReceive._read_all",
+            "while not all(source.is_confirmed for",
+            "while not all(source.is_read for",
+        ),
+    ),
+    _planted(
+        "an owner confirms what it does not hold any more",
+        (
+            "transfer_manager.peer.sender",
+            "Sender.confirm",
+            "send.receiver != (reader.instance_id, reader.number) or not send.is_final:",
+            (
+                "False:\n        pass\n    if send is None or mine is None:\n        "
+                "self._put(connection, Confirmed(key, reader)); return\n    if False:"
+            ),
+        ),
+    ),
+)
+
+
+def named(name: str) -> Planted:
+    """The fault of that name."""
+    return next(each for each in (*ALL, *BY_ORDER) if each.name == name)
+
+
+@contextmanager
+def in_place(planted: Planted) -> Iterator[None]:
+    """The product has this fault."""
+    with ExitStack() as undo:
+        for rewrite in planted.rewrites:
+            undo.enter_context(_rewritten(rewrite))
+        yield
+
+
+@contextmanager
+def _rewritten(rewrite: Rewrite) -> Iterator[None]:
+    module = importlib.import_module(f"fastdeploy_cache.{rewrite.module}")
+    found: Any = module
+    for part in rewrite.function.split("."):
+        found = inspect.getattr_static(found, part)
+    function = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+    before = function.__code__
+    source = _SOURCES.get(before) or textwrap.dedent(inspect.getsource(function))
+    assert source.count(rewrite.old) == 1, f"{rewrite.function} has {rewrite.old!r} {source.count(rewrite.old)} times"
+    changed = source.replace(rewrite.old, rewrite.new)
+    body = changed[changed.index("def ") :]  # without decorators
+    names: dict[str, Any] = {}
+    exec(compile("from __future__ import annotations\n" + body, before.co_filename, "exec"), dict(vars(module)), names)
+    (made,) = [each for each in names.values() if getattr(each, "__name__", "") == function.__name__]
+    _SOURCES[made.__code__] = changed  # another rewrite of the same function goes on from it
+    function.__code__ = made.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+_SOURCES: dict[Any, str] = {}
