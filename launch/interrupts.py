@@ -34,8 +34,8 @@ def kept_from_children() -> Iterator[None]:
 
 @contextmanager
 def noted() -> Iterator[Callable[[], None]]:
-    """Ctrl-C, or SIGTERM, only leaves a note while this lasts. The function that is given raises KeyboardInterrupt if
-    there is one.
+    """Ctrl-C, SIGTERM or the end of the terminal only leaves a note while this lasts. The function that is given raises
+    KeyboardInterrupt if there is one.
 
     For work in the midst of which the exception would be lost: what is raised while a weak reference or a finaliser is
     called back is swallowed, and it may be raised in a thread that belongs to somebody else.
@@ -46,7 +46,7 @@ def noted() -> Iterator[Callable[[], None]]:
         if notes:
             raise KeyboardInterrupt
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         if handler not in (signal.SIG_IGN, None):
             signal.signal(number, lambda number, _: notes.append(number))

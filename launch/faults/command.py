@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 
 from fastdeploy_cache.errors import LaunchError, counted
-from fastdeploy_cache.launch.faults.options import SimulateFaultsOptions, check_json, fault_names
+from fastdeploy_cache.launch.faults.options import SimulateFaultsOptions, check_json, fault_names, write_found
 from fastdeploy_cache.launch.faults.search import ALL_FAULTS, FoundStory, Search, as_test, run_story, search, shortest
 from fastdeploy_cache.launch.faults.story import Story, from_json
-from fastdeploy_cache.launch.findings import console_beside, print_table, progress_on, table_of, write_json
+from fastdeploy_cache.launch.findings import console_beside, print_table, progress_on, table_of
 from fastdeploy_cache.launch.interrupts import STATUS, noted
 
 _WIDTH = 120
@@ -30,18 +30,19 @@ def simulate_faults(wanted: SimulateFaultsOptions) -> int:
     """Look, show and write what was seen; the exit status: 0 nothing was found, 1 something was, 130 after Ctrl-C.
 
     Raises:
-        typer.BadParameter: an unknown fault, a file that is no story of this version, or no folder for the file.
-        LaunchError: the file cannot be written.
+        typer.BadParameter: an unknown fault, a file that is no story of this version, or none can be written.
     """
     check_json(wanted.json_file)
-    console = console_beside(wanted.json_file, _WIDTH)
+    names, console = fault_names(wanted.faults, ALL_FAULTS), console_beside(wanted.json_file, _WIDTH)
     if wanted.story is not None:
+        if wanted.faults or wanted.json_file is not None:
+            raise typer.BadParameter("--story runs one story as it is; it takes neither --faults nor --json")
         return _again(console, _read(wanted.story))
     so_far, status = Search(), 0
     shorter: list[FoundStory] = []
     with noted() as look:
         try:
-            for so_far in _shown(console, wanted):
+            for so_far in _shown(console, wanted, names):
                 look()
                 if len(so_far.found) >= _MOST_FOUND:
                     break
@@ -53,17 +54,17 @@ def simulate_faults(wanted: SimulateFaultsOptions) -> int:
         except KeyboardInterrupt:
             status = STATUS
     rest = so_far.found[len(shorter) :]
-    write_json(wanted.json_file, as_document(so_far, shorter + rest, interrupted=bool(status)))
+    write_found(wanted.json_file, as_document(so_far, shorter + rest, interrupted=bool(status)))
     return status or int(bool(so_far.found))
 
 
-def _shown(console: Console, wanted: SimulateFaultsOptions) -> Iterator[Search]:
+def _shown(console: Console, wanted: SimulateFaultsOptions, names: tuple[str, ...]) -> Iterator[Search]:
     """The search, with a bar, up to its end."""
     gc.freeze()  # what is loaded stays: the look for a story's garbage need not go over it
     seconds = wanted.minutes * 60
     with progress_on(console, is_transient=True) as bar:
         task = bar.add_task("seconds", total=int(seconds))
-        for so_far in search(fault_names=fault_names(wanted.faults, ALL_FAULTS), first_seed=wanted.seed):
+        for so_far in search(fault_names=names, first_seed=wanted.seed):
             what = f"{so_far.num_steps:,} steps, {counted(len(so_far.found), 'finding')}; seconds"
             bar.update(task, completed=min(int(so_far.seconds), int(seconds)), description=what)
             yield so_far
@@ -87,12 +88,14 @@ def _again(console: Console, story: Story) -> int:
     console.print(f"{outcome.num_steps:,} steps, digest {outcome.trace:016x}")
     for finding in outcome.findings:
         console.print(f"{finding.kind}: {finding.text}\n{finding.trace}", markup=False)
+    if not outcome.findings:
+        console.print("nothing was found")
     return int(bool(outcome.findings))
 
 
 def _shorter(console: Console, found: FoundStory, look: Callable[[], None]) -> FoundStory:
     """The same in a story that is as short as can be, printed as a test."""
-    console.print(f"\n{found.finding.kind}, seed {found.story.seed}; making the story short ...", markup=False)
+    console.print(f"\nmaking the story of seed {found.story.seed} short ...", markup=False)
     story = shortest(found.story, found.finding.kind, before_each=look)
     again = [each for each in run_story(story).findings if each.kind == found.finding.kind]
     short = FoundStory(story, again[0] if again else found.finding, found.num_steps, found.lines)
@@ -112,6 +115,8 @@ def _show(console: Console, so_far: Search) -> None:
     print_table(
         console, table_of(("fault", "times", "phases that it met"), _rows(so_far), words=("phases that it met",))
     )
+    for found in so_far.found:  # now: making them short may take long, and be interrupted
+        console.print(f"{found.finding.kind}, seed {found.story.seed}: {found.finding.text}", markup=False)
 
 
 def _rows(so_far: Search) -> Iterator[tuple[str, int, str]]:

@@ -113,13 +113,16 @@ class HandOverActs:
             user.admit(Act("admit", number, number, 1))
 
     def _receive(self, act: Act) -> None:
-        """Take the oldest offer, wait, and go on with it as with any prompt. `first`: 1 waits for an offer."""
+        """Take an offer, wait, and go on with it as with any prompt. `first`: 1 waits for an offer. `second`: odd takes
+        the newest one, and forgets the older ones."""
         user, host = self._user, self._user.world.host
         deadline = host.now() + _MAIL_SECONDS * (act.first == 1)
         while not self._engine.mail and host.now() < deadline:
             host.sleep(_LOOK_SECONDS)
         if not self._engine.mail:
             return
+        while act.second % 2 and len(self._engine.mail) > 1:
+            self._engine.mail.popleft()
         offer, tokens, namespace = self._engine.mail.popleft()
         if len(user.running) >= MAX_RUNNING:
             user.end(act)

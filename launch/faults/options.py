@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -62,8 +64,22 @@ def check_json(file: Path | None) -> None:
     """Raise `typer.BadParameter` where what was found cannot be written there: status 1 means a finding."""
     from fastdeploy_cache.launch.findings import check_target
 
-    try:
+    with _json_refused():
         check_target(file)
+
+
+def write_found(file: Path | None, found: dict[str, Any]) -> None:
+    """Write it, if it is wanted; raises likewise."""
+    from fastdeploy_cache.launch.findings import write_json
+
+    with _json_refused():
+        write_json(file, found)
+
+
+@contextmanager
+def _json_refused() -> Iterator[None]:
+    try:
+        yield
     except LaunchError as error:
         raise typer.BadParameter(f"--json: {error}") from error
 

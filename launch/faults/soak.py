@@ -30,6 +30,7 @@ from fastdeploy_cache.launch.faults.soak_lines import (
     read_line,
 )
 from fastdeploy_cache.launch.faults.story import CROWD, WRITE_POLICIES, Settings
+from fastdeploy_cache.launch.interrupts import kept_from_children
 
 NUM_ENGINES: Final = 2  # they hand blocks to each other
 _PROGRAM: Final = "fastdeploy_cache.launch.faults.soak_engine"
@@ -104,7 +105,7 @@ class SoakRun:
         )  # fmt: skip
         self._num_lives[number] += 1
         self.seen.num_lives += 1
-        with open(self._folder / f"engine{number}.log", "ab") as log:
+        with open(self._folder / f"engine{number}.log", "ab") as log, kept_from_children():
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", _PROGRAM],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,

@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 
 from fastdeploy_cache.errors import counted
-from fastdeploy_cache.launch.faults.options import SoakOptions, check_json, check_server, fault_names
+from fastdeploy_cache.launch.faults.options import SoakOptions, check_json, check_server, fault_names, write_found
 from fastdeploy_cache.launch.faults.soak import NUM_ENGINES, Soak, SoakRun, soaking
 from fastdeploy_cache.launch.faults.soak_faults import SOAK_FAULTS
-from fastdeploy_cache.launch.findings import console_beside, print_table, progress_on, table_of, write_json
+from fastdeploy_cache.launch.findings import console_beside, print_table, progress_on, table_of
 from fastdeploy_cache.launch.interrupts import STATUS, noted
 
 _WIDTH = 120
@@ -28,8 +28,7 @@ def soak(wanted: SoakOptions) -> int:
     """Run it, show and write what was seen; the exit status: 0 nothing was wrong, 1 something was, 130 after Ctrl-C.
 
     Raises:
-        typer.BadParameter: an unknown fault, a server that does not answer, or no folder for the file.
-        LaunchError: the file cannot be written.
+        typer.BadParameter: an unknown fault, a server that does not answer, or a file that cannot be written.
     """
     check_json(wanted.json_file)
     faults, console = fault_names(wanted.faults, tuple(SOAK_FAULTS)), console_beside(wanted.json_file, _WIDTH)
@@ -46,7 +45,7 @@ def soak(wanted: SoakOptions) -> int:
         _show(console, seen)
         for log in run.logs() if seen.findings else ():
             console.print(log, markup=False)
-    write_json(wanted.json_file, as_document(seen, wanted, interrupted=bool(status)))
+    write_found(wanted.json_file, as_document(seen, wanted, interrupted=bool(status)))
     if not status and not seen.counts["blocks compared"]:
         console.print("no block was compared, so this says nothing: give it more minutes, or look at the store")
         return 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -69,15 +69,17 @@ _NEEDS: Final = {
 }  # fmt: skip
 _PEER_SHARE = 0.4
 _ALONE_SHARE = 0.5
-_HAND_OVER_SHARE = 0.3  # of these: one engine computes and offers, and takes back; the other one receives
-_COME_BACK_SHARE = 0.3  # of the others with a store
+_NEW_WEIGHTS_SHARE = 0.7  # of hand-overs by one user alone
+_HAND_OVER_SHARE = 0.4  # of these: one engine computes and offers, and takes back; the other one receives
+_FEW_BLOCKS = 6
+_COME_BACK_SHARE = 0.4  # of the others with a store
 # what is chosen from in each round: a store may also go while it is being written
 _COME_BACK: Final = (
     ("admit",), ("admit",), ("end",), ("end",), ("flush", "flush", "flush", "detach"), ("reset", "sleep"),
 )  # fmt: skip
 _OF_STORES: Final = (
-    ("flipped bits",), ("flipped bits", "kill storage"), ("disk errors", "slow disk"), ("power loss", "kill storage"),
-    ("endless copies",), ("kill rank", "slow disk"),
+    ("flipped bits",), ("flipped bits", "kill storage"), ("flipped bits", "slow disk"), ("disk errors", "slow disk"),
+    ("power loss", "kill storage"), ("endless copies",), ("kill rank", "slow disk"),
 )  # fmt: skip
 _OF_LINKS: Final = ("late messages", "very late messages", "lost messages", "slow copies")
 _NUM_ACTS = (40, 100, 250)  # of a user
@@ -85,16 +87,21 @@ _NUM_ACTS = (40, 100, 250)  # of a user
 CROWD: Final[dict[str, Any]] = {"num_users": 4, "num_gpu_blocks": 96, "num_cpu_blocks": 192, "num_store_blocks": 512}
 _CROWD_EVERY, _MOST_CROWD_ACTS = 20, 100
 SECONDS: Final = (0.01, 0.2, 1.0, 4.0, 15.0, 40.0)
+# what a file of a story may say; more than was ever drawn, and less than a machine has
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+_Few = Annotated[int, msgspec.Meta(ge=1, le=16)]
+_Blocks = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
+_Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What the engines of a story are made of."""
 
-    num_engines: int = 1
-    num_users: int = 1
-    tp_size: int = 2
-    num_gpu_blocks: int = 24
-    num_cpu_blocks: int = 48
+    num_engines: _Few = 1
+    num_users: _Few = 1
+    tp_size: _Few = 2
+    num_gpu_blocks: _Blocks = 24
+    num_cpu_blocks: _Blocks = 48
     has_store: bool = True
     kv_owner: Literal["engine", "transfer", "worker"] = "engine"
     cpu_write_policy: WritePolicy = "write_through"
@@ -102,10 +109,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefetch_policy: Literal["timeout", "best_effort", "wait_complete"] = "timeout"
     eviction_policy: str = "lru"
     recompute_last_token: bool = False
-    num_store_blocks: int = 64
+    num_store_blocks: _Blocks = 64
     has_peers: bool = False  # engines hand blocks to each other
-    memory_error_share: float = 0.0  # all the time, as the fault does for a while
-    outside_error_share: float = 0.0
+    memory_error_share: _Share = 0.0  # all the time, as the fault does for a while
+    outside_error_share: _Share = 0.0
 
     @property
     def has_workers(self) -> bool:
@@ -118,26 +125,26 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.kv_owner == "transfer"
 
 
-class Act(msgspec.Struct, frozen=True, omit_defaults=True):
+class Act(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One thing that a user does; what the numbers mean is the verb's."""
 
     verb: str
-    first: int = 0
-    second: int = 0
-    third: int = 0
+    first: _Number = 0
+    second: _Number = 0
+    third: _Number = 0
 
 
-class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
+class Fault(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """It happens when the scheduler has come to that step."""
 
-    at_step: int
+    at_step: _Number
     name: str
-    target: int = 0
-    seconds: float = 0.0
+    target: _Number = 0
+    seconds: Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)] = 0.0
     phase: str = ""  # it waits for this phase of a request, a transfer or a job, though not for ever
 
 
-class Story(msgspec.Struct, frozen=True, kw_only=True):
+class Story(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All that a run follows from. `users`: by engine and user what each does."""
 
     seed: int
@@ -168,13 +175,16 @@ def new_story(seed: int, fault_names: tuple[str, ...], most_acts: int = _NUM_ACT
         if by_itself.random() < _ALONE_SHARE:  # else a reset of one takes back what the others have offered
             steps = [-(-step // settings.num_users) for step in steps]
             settings = msgspec.structs.replace(settings, num_users=1)
-        users = _hand_overs(by_itself, settings, num_acts)
-        few = [name for name in _OF_LINKS if name in fault_names and by_itself.random() < 0.5] or few
+        has_new_weights = settings.num_users == 1 and by_itself.random() < _NEW_WEIGHTS_SHARE
+        users = _hand_overs(by_itself, settings, num_acts, has_new_weights=has_new_weights)
+        share = 0.2 if has_new_weights else 0.5  # so that something comes while the weights differ
+        few = [name for name in _OF_LINKS if name in fault_names and by_itself.random() < share] or few
     elif settings.has_store and by_itself.random() < _COME_BACK_SHARE:
         settings = msgspec.structs.replace(
             settings,
-            num_cpu_blocks=max(24, settings.num_cpu_blocks),  # for what is read
-            prefetch_policy=by_itself.choice(("timeout", "wait_complete")),
+            num_users=by_itself.choice((1, 2)),  # one may forget what another one reads
+            num_cpu_blocks=by_itself.choice((_FEW_BLOCKS, _FEW_BLOCKS, 24, 60)),
+            prefetch_policy=by_itself.choice(("timeout", "wait_complete", "wait_complete")),
         )
         users = _come_backs(by_itself, settings, num_acts)
         few = [name for name in by_itself.choice(_OF_STORES) if name in fault_names] or few
@@ -182,20 +192,21 @@ def new_story(seed: int, fault_names: tuple[str, ...], most_acts: int = _NUM_ACT
     return Story(seed=seed, settings=settings, users=users, faults=faults)
 
 
-def _hand_overs(choose: random.Random, settings: Settings, num_acts: int) -> tuple[tuple[tuple[Act, ...], ...], ...]:
+def _hand_overs(
+    choose: random.Random, settings: Settings, num_acts: int, *, has_new_weights: bool
+) -> tuple[tuple[tuple[Act, ...], ...], ...]:
     """Prompts that are offered and taken back while another engine reads them: that takes more acts in a row than are
     drawn one by one."""
     num_rounds = max(1, num_acts // 4)
-    owners_weights = choose.randrange(2 * num_rounds)  # in one of two stories there are new ones, the receiver's later
-    taken_back = "reset" if owners_weights >= num_rounds else "rest"
-    roles = ("admit", "offer", taken_back, "end"), ("receive", "rest", "end", "end")
-    new_weights = owners_weights, owners_weights + choose.randrange(1 + num_rounds // 2)
+    roles = ("admit", "offer", "rest" if has_new_weights else "reset", "end"), ("receive", "rest", "end", "end")
+    owners_weights = choose.randrange(1 + num_rounds // 2) if has_new_weights else num_rounds
+    new_weights = owners_weights, owners_weights + choose.randrange(num_rounds)  # the receiver's are later, or never
 
     def acts(role: tuple[str, ...], new_weights: int) -> Iterator[Act]:
         for number in range(num_rounds):
             for verb in (*role, "weights") if number == new_weights else role:
                 first = number if verb == "admit" else int(verb in ("offer", "receive"))  # the newest; waits for one
-                yield Act(verb, first, choose.randrange(64) * (verb == "admit"), choose.randrange(4))
+                yield Act(verb, first, choose.randrange(64), choose.randrange(4))
 
     return tuple(
         tuple(tuple(acts(role, at)) for _ in range(settings.num_users))
@@ -205,11 +216,12 @@ def _hand_overs(choose: random.Random, settings: Settings, num_acts: int) -> tup
 
 def _come_backs(choose: random.Random, settings: Settings, num_acts: int) -> tuple[tuple[tuple[Act, ...], ...], ...]:
     """Prompts that are written, forgotten on the GPU or everywhere above the store, and asked for again."""
+    num_texts = 2 if settings.num_cpu_blocks > _FEW_BLOCKS else NUM_TEXTS  # some find room, others evict each other
 
     def acts() -> Iterator[Act]:
         for verbs in _COME_BACK * max(1, num_acts // len(_COME_BACK)):
             verb = choose.choice(verbs)
-            first = {"flush": 2, "sleep": 0}.get(verb, choose.randrange(2))  # with patience; the GPU alone; two texts
+            first = {"flush": 2, "sleep": 0}.get(verb, choose.randrange(num_texts))  # with patience; the GPU alone
             yield Act(verb, first, choose.randrange(64), choose.randrange(64))
 
     return tuple(tuple(tuple(acts()) for _ in range(settings.num_users)) for _ in range(settings.num_engines))

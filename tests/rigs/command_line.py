@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import sys
 
-CLI = [sys.executable, "-c", "from fastdeploy_cache.launch.cli import main; main()"]
+CLI = [sys.executable, "-m", "fastdeploy_cache.launch"]

@@ -15,8 +15,6 @@ from tests.simulation.planted import ALL, Planted, in_place
 
 FOUND_FILE = Path(__file__).with_name("found.json")
 MOST_STEPS = 1_000_000
-# A hole that is known: a search from the first story on does not find it in so many steps, and one from here does.
-FIRST_SEEDS = {"new weights keep the offers' name": 3000}
 
 
 def find(planted: Planted, first_seed: int, most_steps: int) -> dict[str, Any] | None:
@@ -46,7 +44,7 @@ def main(names: list[str]) -> int:
     for planted in ALL:
         if names and planted.name not in names:
             continue
-        found = find(planted, FIRST_SEEDS.get(planted.name, 0), MOST_STEPS)
+        found = find(planted, 0, MOST_STEPS)
         print(f"{planted.name}: {found or 'not found'}", flush=True)
         num_missing += found is None
         if found is not None:

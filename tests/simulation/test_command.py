@@ -20,7 +20,7 @@ _STORY = to_json(new_story(3, ALL_FAULTS))
 # Ctrl-C comes in the midst of the third story, from another thread
 _INTERRUPTED = """
 import os, signal, sys, threading
-from fastdeploy_cache.launch.cli import main
+from fastdeploy_cache.launch.__main__ import main
 from fastdeploy_cache.launch.faults import search
 run, stories = search.run_story, []
 def run_story(story, watches=()):
