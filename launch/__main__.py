@@ -12,10 +12,11 @@ def main() -> None:
     interrupts.interrupt_once()
     try:
         from fastdeploy_cache.launch.cli import main as run
+
+        run()
     except KeyboardInterrupt:
         print("fastdeploy-cache: interrupted", file=sys.stderr)
         raise SystemExit(interrupts.STATUS) from None
-    run()
 
 
 if __name__ == "__main__":

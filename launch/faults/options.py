@@ -57,6 +57,8 @@ def fault_names(given: list[str], known: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if name not in known:
             raise typer.BadParameter(f"{name!r} is no fault; known: {', '.join(known)}")
+    if given and not names:
+        raise typer.BadParameter(f"--faults names none; known: {', '.join(known)}")
     return tuple(names) or known
 
 

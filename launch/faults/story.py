@@ -107,7 +107,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     cpu_write_policy: WritePolicy = "write_through"
     storage_write_policy: WritePolicy = "write_through"
     prefetch_policy: Literal["timeout", "best_effort", "wait_complete"] = "timeout"
-    eviction_policy: str = "lru"
+    eviction_policy: Literal["lru", "fifo", "lfu", "slru", "priority", "reuse"] = "lru"
     recompute_last_token: bool = False
     num_store_blocks: _Blocks = 64
     has_peers: bool = False  # engines hand blocks to each other

@@ -182,6 +182,38 @@ def test_who_ignores_interrupts_goes_on_to() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_note_is_looked_at_when_it_suits(number: int) -> None:
+    """Each of them raises nothing where it comes, but at the next look; afterwards all is as it was before."""
+    before, number_of_steps = signal.getsignal(number), 0
+    with pytest.raises(KeyboardInterrupt), interrupts.noted() as look:
+        look()
+        signal.raise_signal(number)
+        number_of_steps += 1
+        look()
+    assert number_of_steps == 1 and signal.getsignal(number) is before
+
+
+@pytest.mark.processes
+def test_ctrl_c_while_the_command_is_being_loaded() -> None:
+    """The first second goes into imports: one line, status 130 and no traceback there, too."""
+    program = (
+        "import sys\nclass Slow:\n    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'fastdeploy_cache.launch.cli':\n            print('in', flush=True)\n"
+        "            sys.stdin.readline()\nfrom fastdeploy_cache.launch.__main__ import main\n"
+        "sys.meta_path.insert(0, Slow())\nsys.argv = ['fastdeploy-cache', '--help']\nmain()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "in\n"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate("go on\n", timeout=_SECONDS)
+    assert (process.returncode, said) == (interrupts.STATUS, "fastdeploy-cache: interrupted\n")
+
+
 @pytest.mark.processes
 def test_children_that_hear_of_none() -> None:
     """SIGINT for a child that was started so changes nothing; it ends by SIGTERM."""

@@ -34,10 +34,15 @@ def running(head_seconds: float, body_seconds: float) -> Iterator[tuple[int, int
 
 
 def ask(port: int, method: str, path: str, body: bytes | None = None) -> int:
+    """The status, once the server has closed the connection: what it has open then is nothing of this request."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     try:
         connection.request(method, path, body, {"Connection": "close"})
-        return connection.getresponse().status
+        with connection.sock.dup() as until_closed:
+            response = connection.getresponse()
+            response.read()
+            assert until_closed.recv(1) == b""
+        return response.status
     finally:
         connection.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from fastdeploy_cache.launch.cli import app
+from fastdeploy_cache.launch.faults import command
 from fastdeploy_cache.launch.faults.search import ALL_FAULTS
 from fastdeploy_cache.launch.faults.story import Fault, new_story, to_json
 from fastdeploy_cache.launch.interrupts import STATUS
+from tests.simulation import planted
 
 _STORY = to_json(new_story(3, ALL_FAULTS))
 # Ctrl-C comes in the midst of the third story, from another thread
@@ -55,6 +58,10 @@ def test_it_says_what_it_saw() -> None:
     [
         (["--faults", "kill rank,kil storage"], "'kil storage' is no fault; known: kill rank,"),
         (["--story", "not-there.json"], "No such file or directory"),
+        (["--faults", ","], "--faults names none; known: kill rank,"),
+        (["--story", "any.json", "--faults", "kill rank"], "takes neither --faults nor --json"),
+        (["--story", "any.json", "--json", "-"], "takes neither --faults nor --json"),
+        (["--steps", "1", "--json", "/dev/full"], "cannot write /dev/full: No space left on device"),
         (["--minutes", "0"], "Invalid value for '--minutes'"),
         (["--json", "/nowhere/found.json"], "cannot write /nowhere/found.json: its folder does not exist"),
     ],
@@ -72,6 +79,10 @@ def test_bad_options_are_refused(arguments: list[str], words: str) -> None:
         (_STORY.replace(b'"version": 3', b'"version": 99'), "is a story of version 99; this program knows version 3"),
         (_STORY.replace(b'"admit"', b'"adopt"'), "'adopt' is no verb; known: admit,"),
         (_STORY.replace(b'"tp_size"', b'"num_users": 3, "tp_size"'), "it has to have 3 users for each of 1 engines"),
+        (_STORY.replace(b'"tp_size": ', b'"tp_size": 3'), "Expected `int` <= 16 - at `$.settings.tp_size`"),
+        (_STORY.replace(b'"num_gpu_blocks": ', b'"num_gpu_blocks": -'), ">= 1 - at `$.settings.num_gpu_blocks`"),
+        (_STORY.replace(b'"tp_size"', b'"tp_size_"'), "unknown field `tp_size_` - at `$.settings`"),
+        (_STORY.replace(b'"tp_size"', b'"eviction_policy": "luck", "tp_size"'), "Invalid enum value 'luck'"),
         (b'{"found": [], "num_stories": 3}', "is of a search that has found nothing; there is no story in it"),
     ],
 )
@@ -92,11 +103,26 @@ def test_a_story_is_run_again(tmp_path: Path) -> None:
     said = [CliRunner().invoke(app, ["simulate-faults", "--story", str(file)]) for _ in range(2)]
     assert [result.exit_code for result in said] == [0, 0]
     assert said[0].output == said[1].output and "steps, digest" in said[0].output
+    assert "nothing was found" in said[0].output
     file.write_bytes(b'{"num_stories": 1, "found": [{"kind": "wrong bytes", "story": %b}]}' % to_json(story))
     assert CliRunner().invoke(app, ["simulate-faults", "--story", str(file)]).output == said[0].output
     file.write_bytes(to_json(msgspec.structs.replace(story, faults=(Fault(5, "earthquake"),))))
     result = CliRunner().invoke(app, ["simulate-faults", "--story", str(file)])
     assert result.exit_code == 2 and "'earthquake' is no fault" in in_one_line(result.output)
+
+
+def test_ctrl_c_while_a_story_is_made_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five that were found none is lost: each is named with its seed before the first is made short."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "shortest", interrupted)
+    with planted.in_place(planted.named("a release keeps its own blocks")):
+        result = CliRunner().invoke(app, ["simulate-faults", "--seed", "3"])
+    assert result.exit_code == STATUS, result.output
+    found = re.findall(r"^books do not add up, seed (\d+): .+", result.output, re.MULTILINE)
+    assert len(found) == len(set(found)) == 5, result.output
 
 
 @pytest.mark.processes

@@ -26,17 +26,21 @@ from fastdeploy_cache.launch.interrupts import STATUS
 from tests.rigs.storage_servers import ValkeyServer
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
-# Ctrl-C comes when the second fault has, from another thread
+# Ctrl-C comes when the second fault has; the engines get it as soon as they are started, and are not to hear of it
 _INTERRUPTED = """
 import os, signal, sys
 from fastdeploy_cache.launch.cli import main
 from fastdeploy_cache.launch.faults.soak import SoakRun
-hurt = SoakRun._hurt
+hurt, start = SoakRun._hurt, SoakRun._start
+def start_and_interrupt(run, number):
+    life = start(run, number)
+    life.process.send_signal(signal.SIGINT)
+    return life
 def hurt_and_interrupt(run):
     hurt(run)
     if sum(run.seen.faults.values()) == 2:
         os.kill(os.getpid(), signal.SIGINT)
-SoakRun._hurt = hurt_and_interrupt
+SoakRun._hurt, SoakRun._start = hurt_and_interrupt, start_and_interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.argv = ["fastdeploy-cache", "soak", "--minutes", "3", "--json", "-"]
 main()
