@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from fastdeploy_cache.launch import interrupts
 from fastdeploy_cache.launch.background.cli import background_app
 from fastdeploy_cache.launch.bench.options import LEAST_BYTES, ControlOptions, StorageOptions
 from fastdeploy_cache.launch.config_cli import config_app
@@ -277,17 +276,13 @@ def sglang(
 
 
 def main() -> None:
-    """Entry point: an expected error is one line on standard error and exit status 1; Ctrl-C is one line and 130."""
+    """What the entry point runs: an expected error is one line on standard error and exit status 1."""
     from fastdeploy_cache.errors import CacheError
     from fastdeploy_cache.ipc.shortage import raise_open_files
 
     raise_open_files()
     try:
         app()
-    except SystemExit as end:
-        if end.code == interrupts.STATUS:
-            typer.echo("fastdeploy-cache: interrupted", err=True)
-        raise
     except CacheError as error:
         typer.echo(f"fastdeploy-cache: {error}", err=True)
         raise SystemExit(1) from None

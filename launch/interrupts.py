@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,14 @@ def noted() -> Iterator[Callable[[], None]]:
     called back is swallowed, and it may be raised in a thread that belongs to somebody else.
     """
     notes: list[int] = []
+    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+
+    def note(number: int, _: FrameType | None) -> None:
+        notes.append(number)
+        if number == signal.SIGHUP:  # there is nobody to read any more, and a write would fail
+            with open(os.devnull, "wb") as nowhere:
+                for descriptor in terminals:
+                    os.dup2(nowhere.fileno(), descriptor)
 
     def look() -> None:
         if notes:
@@ -49,7 +58,7 @@ def noted() -> Iterator[Callable[[], None]]:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         if handler not in (signal.SIG_IGN, None):
-            signal.signal(number, lambda number, _: notes.append(number))
+            signal.signal(number, note)
     try:
         yield look
     finally:

@@ -98,7 +98,7 @@ def test_modules_of_an_app_with_such_names_hurt_nothing(tmp_path: Path) -> None:
     for name in ("__init__", "cli"):
         (tmp_path / "launch" / f"{name}.py").write_text("raise SystemExit('the module of the app was imported')")
     assert "fastdeploy_cache.launch.cli" in run_python(IMPORT_ALL, cwd=tmp_path, path=tmp_path)
-    code = "from fastdeploy_cache.launch.cli import main; import sys; sys.argv[1:] = ['--help']; main()"
+    code = "from fastdeploy_cache.launch.__main__ import main; import sys; sys.argv[1:] = ['--help']; main()"
     assert "demo" in run_python(code, cwd=tmp_path, path=tmp_path)
 
 

@@ -52,11 +52,18 @@ class Peers:
             return
         from fastdeploy_cache.peers.opening import open_road  # late: most caches have no other instances
 
+        generations = self._books.tree.generations
+        last_loss = generations.last_gpu_loss
         road = open_road(
             self._config, self._books, movement, self._requests, storage, metrics=self._metrics, client=client
         )
         road.start()
         self.road = road  # only now: one that has not started has nothing to be told, and nothing to stop
+        # A rank may have died with its KV arrays meanwhile, and have new ones: nobody has told the road, whose
+        # processes would go on to read and to fill those of the dead one.
+        for rank in range(self._config.transfer.tp_size) if generations.last_gpu_loss != last_loss else ():
+            road.processes.lose_kv(rank)
+            road.processes.attach_kv(rank)
 
     # -- the side that has computed
 

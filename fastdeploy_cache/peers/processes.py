@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from fastdeploy_cache.errors import ConfigError, LayoutError
@@ -21,6 +22,9 @@ class LinkProcesses:
 
     def __init__(self, client: PeerClient, ranks: TransferClient) -> None:
         self._client, self._ranks = client, ranks
+        # Two threads may tell of a rank's arrays while the peers are being opened: the one that has looked at those of
+        # before could tell of them after the other one has told of the new ones.
+        self._telling = threading.Lock()
 
     def step_progress(self, rank: int) -> StepProgress:
         """Where the rank's worker marks the layers that it has computed."""
@@ -36,14 +40,16 @@ class LinkProcesses:
 
     def attach_kv(self, rank: int) -> None:
         """The rank has other KV arrays."""
-        try:
-            self._client.attach_kv(rank, self._ranks.kv_handle(rank))
-        except LayoutError:  # not there yet
-            logger.info("event=peer_waits_for_kv rank=%d", rank)
+        with self._telling:
+            try:
+                self._client.attach_kv(rank, self._ranks.kv_handle(rank))
+            except LayoutError:  # not there yet
+                logger.info("event=peer_waits_for_kv rank=%d", rank)
 
     def lose_kv(self, rank: int) -> None:
         """The rank's KV arrays have gone."""
-        self._client.kv_lost(rank)
+        with self._telling:
+            self._client.kv_lost(rank)
 
 
 class NoProcesses:

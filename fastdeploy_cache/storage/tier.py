@@ -66,6 +66,7 @@ class StorageTier:
         books.ignore(Used, self.write_out.on_used)
         self._copy_down.follow_storage(None, 1)
         self.stop()
+        self.writes.pump()  # what is queued is not written any more
 
     def close(self) -> None:
         """Hear of nothing any more: it is detached, and every task has been answered."""

@@ -119,7 +119,7 @@ class StorageWrites:
     def pump(self) -> None:
         """Start writing what is queued, as far as there is room in flight."""
         self._start_writes()
-        if self._queue and not self._link.writing.is_closed:  # a store that fails is not owed a backlog
+        if self._queue and (self._link.is_detached or not self._link.writing.is_closed):  # nobody is owed a backlog
             self.num_skipped_blocks += sum(self._queue.values())
             self._queue.clear()
         if self.is_idle:

@@ -20,7 +20,7 @@ from fastdeploy_cache.launch.findings import console_beside, print_table, progre
 from fastdeploy_cache.launch.interrupts import STATUS, noted
 
 _WIDTH = 120
-_MOST_FOUND = 5  # stories that are made short; the others are named by their seeds
+_MOST_FOUND = 5  # a search ends with so many
 _PER_STEPS = 1000
 _MOST_NAMED = 4  # phases that a fault did not meet; --json has all that it met
 _RATES = ("verbs", "answers", "file calls", "messages", "blocks compared")
@@ -30,7 +30,8 @@ def simulate_faults(wanted: SimulateFaultsOptions) -> int:
     """Look, show and write what was seen; the exit status: 0 nothing was found, 1 something was, 130 after Ctrl-C.
 
     Raises:
-        typer.BadParameter: an unknown fault, a file that is no story of this version, or none can be written.
+        typer.BadParameter: an unknown fault, a story that cannot be read or run, options that exclude each other, or a
+            file that cannot be written.
     """
     check_json(wanted.json_file)
     names, console = fault_names(wanted.faults, ALL_FAULTS), console_beside(wanted.json_file, _WIDTH)
@@ -75,7 +76,8 @@ def _shown(console: Console, wanted: SimulateFaultsOptions, names: tuple[str, ..
 def _read(file: Path) -> Story:
     try:
         story = from_json(file.read_bytes(), str(file))
-        fault_names([fault.name for fault in story.faults], ALL_FAULTS)
+        if unknown := {fault.name for fault in story.faults}.difference(ALL_FAULTS):
+            raise typer.BadParameter(f"{min(unknown)!r} is no fault; known: {', '.join(ALL_FAULTS)}")
         return story
     except OSError as error:
         raise typer.BadParameter(f"--story {file}: {error.strerror}") from error

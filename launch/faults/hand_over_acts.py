@@ -119,11 +119,13 @@ class HandOverActs:
         deadline = host.now() + _MAIL_SECONDS * (act.first == 1)
         while not self._engine.mail and host.now() < deadline:
             host.sleep(_LOOK_SECONDS)
-        if not self._engine.mail:
+        is_newest = bool(act.second % 2)
+        try:
+            offer, tokens, namespace = self._engine.mail.pop() if is_newest else self._engine.mail.popleft()
+        except IndexError:  # nothing has come, or another user of this engine was first
             return
-        while act.second % 2 and len(self._engine.mail) > 1:
-            self._engine.mail.popleft()
-        offer, tokens, namespace = self._engine.mail.popleft()
+        if is_newest:
+            self._engine.mail.clear()
         if len(user.running) >= MAX_RUNNING:
             user.end(act)
         prompt = user.new_prompt(tokens, namespace)

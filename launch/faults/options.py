@@ -25,7 +25,7 @@ class SimulateFaultsOptions:
         default_factory=list
     )
     story: Annotated[
-        Path | None, typer.Option(help="Run one story again, as --json has written it, and nothing else.")
+        Path | None, typer.Option(help="Run one story again, as --json has written it, to its end, and nothing else.")
     ] = None
     json_file: Annotated[
         Path | None,
@@ -71,7 +71,7 @@ def check_json(file: Path | None) -> None:
 
 
 def write_found(file: Path | None, found: dict[str, Any]) -> None:
-    """Write it, if it is wanted; raises likewise."""
+    """Write it, if it is wanted. Raises `typer.BadParameter` where it cannot be written."""
     from fastdeploy_cache.launch.findings import write_json
 
     with _json_refused():

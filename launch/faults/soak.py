@@ -105,6 +105,7 @@ class SoakRun:
         )  # fmt: skip
         self._num_lives[number] += 1
         self.seen.num_lives += 1
+        # Who ends a whole service may signal each of its processes: an engine that ended so would be a finding.
         with open(self._folder / f"engine{number}.log", "ab") as log, kept_from_children():
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", _PROGRAM],

@@ -71,7 +71,7 @@ _PEER_SHARE = 0.4
 _ALONE_SHARE = 0.5
 _NEW_WEIGHTS_SHARE = 0.7  # of hand-overs by one user alone
 _HAND_OVER_SHARE = 0.4  # of these: one engine computes and offers, and takes back; the other one receives
-_FEW_BLOCKS = 6
+_FEW_BLOCKS = 6  # of the CPU tier: fewer than a prompt may need
 _COME_BACK_SHARE = 0.4  # of the others with a store
 # what is chosen from in each round: a store may also go while it is being written
 _COME_BACK: Final = (
@@ -87,7 +87,7 @@ _NUM_ACTS = (40, 100, 250)  # of a user
 CROWD: Final[dict[str, Any]] = {"num_users": 4, "num_gpu_blocks": 96, "num_cpu_blocks": 192, "num_store_blocks": 512}
 _CROWD_EVERY, _MOST_CROWD_ACTS = 20, 100
 SECONDS: Final = (0.01, 0.2, 1.0, 4.0, 15.0, 40.0)
-# what a file of a story may say; more than was ever drawn, and less than a machine has
+# Bounds of what a file of a story may say: wider than what is drawn, and small enough to run.
 _Number = Annotated[int, msgspec.Meta(ge=0)]
 _Few = Annotated[int, msgspec.Meta(ge=1, le=16)]
 _Blocks = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
@@ -134,6 +134,9 @@ class Act(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     third: _Number = 0
 
 
+_Users = tuple[tuple[tuple[Act, ...], ...], ...]  # by engine and user
+
+
 class Fault(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """It happens when the scheduler has come to that step."""
 
@@ -149,7 +152,7 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     seed: int
     settings: Settings
-    users: tuple[tuple[tuple[Act, ...], ...], ...]
+    users: _Users
     faults: tuple[Fault, ...] = ()
     version: int = STORY_VERSION
 
@@ -157,50 +160,40 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def new_story(seed: int, fault_names: tuple[str, ...], most_acts: int = _NUM_ACTS[-1]) -> Story:
     """Draw one. Stories differ in what they are made of more than in length, as most faults need one setting.
     `most_acts`: of each user."""
-    choose = random.Random(seed)  # noqa: S311 (nothing is kept secret)
+    choose, by_itself = random.Random(seed), random.Random(~seed)  # noqa: S311 (nothing is kept secret)
     num_acts = min(choose.choice(_NUM_ACTS), most_acts)
     settings = _settings(choose, fault_names)
+    users: _Users = ()
+    likely: Sequence[str] = ()
     if seed % _CROWD_EVERY == _CROWD_EVERY - 1:
         settings, num_acts = msgspec.structs.replace(settings, **CROWD), min(num_acts, _MOST_CROWD_ACTS)
-    users = tuple(
+    elif settings.has_peers and by_itself.random() < _HAND_OVER_SHARE:
+        settings, users, likely = _hand_overs(by_itself, settings, num_acts)
+    elif settings.has_store and by_itself.random() < _COME_BACK_SHARE:
+        settings, users, likely = _come_backs(by_itself, settings, num_acts)
+    users = users or tuple(
         tuple(tuple(acts_for(choose, settings, num_acts)) for _ in range(settings.num_users))
         for _ in range(settings.num_engines)
     )
     steps_per_act = 40 * settings.num_users * settings.num_engines
     num_faults = choose.choice((0, 4, 10, 20, 40)) if fault_names else 0
     steps = sorted(choose.randrange(1, num_acts * steps_per_act) for _ in range(num_faults))
-    few = _some(choose, fault_names, settings)
-    by_itself = random.Random(~seed)  # noqa: S311
-    if settings.has_peers and by_itself.random() < _HAND_OVER_SHARE:
-        if by_itself.random() < _ALONE_SHARE:  # else a reset of one takes back what the others have offered
-            steps = [-(-step // settings.num_users) for step in steps]
-            settings = msgspec.structs.replace(settings, num_users=1)
-        has_new_weights = settings.num_users == 1 and by_itself.random() < _NEW_WEIGHTS_SHARE
-        users = _hand_overs(by_itself, settings, num_acts, has_new_weights=has_new_weights)
-        share = 0.2 if has_new_weights else 0.5  # so that something comes while the weights differ
-        few = [name for name in _OF_LINKS if name in fault_names and by_itself.random() < share] or few
-    elif settings.has_store and by_itself.random() < _COME_BACK_SHARE:
-        settings = msgspec.structs.replace(
-            settings,
-            num_users=by_itself.choice((1, 2)),  # one may forget what another one reads
-            num_cpu_blocks=by_itself.choice((_FEW_BLOCKS, _FEW_BLOCKS, 24, 60)),
-            prefetch_policy=by_itself.choice(("timeout", "wait_complete", "wait_complete")),
-        )
-        users = _come_backs(by_itself, settings, num_acts)
-        few = [name for name in by_itself.choice(_OF_STORES) if name in fault_names] or few
+    few = [name for name in likely if name in fault_names] or _some(choose, fault_names, settings)
     faults = tuple(_fault(choose, step, few) for step in steps)
     return Story(seed=seed, settings=settings, users=users, faults=faults)
 
 
-def _hand_overs(
-    choose: random.Random, settings: Settings, num_acts: int, *, has_new_weights: bool
-) -> tuple[tuple[tuple[Act, ...], ...], ...]:
+def _hand_overs(choose: random.Random, settings: Settings, num_acts: int) -> tuple[Settings, _Users, list[str]]:
     """Prompts that are offered and taken back while another engine reads them: that takes more acts in a row than are
-    drawn one by one."""
+    drawn one by one. Also the faults that they are likely to have."""
+    if choose.random() < _ALONE_SHARE:  # else a reset of one takes back what the others have offered
+        settings = msgspec.structs.replace(settings, num_users=1)
     num_rounds = max(1, num_acts // 4)
+    has_new_weights = settings.num_users == 1 and choose.random() < _NEW_WEIGHTS_SHARE
     roles = ("admit", "offer", "rest" if has_new_weights else "reset", "end"), ("receive", "rest", "end", "end")
     owners_weights = choose.randrange(1 + num_rounds // 2) if has_new_weights else num_rounds
-    new_weights = owners_weights, owners_weights + choose.randrange(num_rounds)  # the receiver's are later, or never
+    # the receiver's come in the same round, later, or never
+    new_weights = owners_weights, owners_weights + choose.randrange(num_rounds)
 
     def acts(role: tuple[str, ...], new_weights: int) -> Iterator[Act]:
         for number in range(num_rounds):
@@ -208,14 +201,23 @@ def _hand_overs(
                 first = number if verb == "admit" else int(verb in ("offer", "receive"))  # the newest; waits for one
                 yield Act(verb, first, choose.randrange(64), choose.randrange(4))
 
-    return tuple(
+    users = tuple(
         tuple(tuple(acts(role, at)) for _ in range(settings.num_users))
         for role, at in zip(roles, new_weights, strict=True)
     )
+    share = 0.2 if has_new_weights else 0.5  # so that something comes while the weights differ
+    return settings, users, [name for name in _OF_LINKS if choose.random() < share]
 
 
-def _come_backs(choose: random.Random, settings: Settings, num_acts: int) -> tuple[tuple[tuple[Act, ...], ...], ...]:
-    """Prompts that are written, forgotten on the GPU or everywhere above the store, and asked for again."""
+def _come_backs(choose: random.Random, settings: Settings, num_acts: int) -> tuple[Settings, _Users, Sequence[str]]:
+    """Prompts that are written, forgotten on the GPU or everywhere above the store, and asked for again. Also the
+    faults that they are likely to have."""
+    settings = msgspec.structs.replace(
+        settings,
+        num_users=choose.choice((1, 2)),  # one may forget what another one reads
+        num_cpu_blocks=choose.choice((_FEW_BLOCKS, _FEW_BLOCKS, 24, 60)),
+        prefetch_policy=choose.choice(("timeout", "wait_complete", "wait_complete")),
+    )
     num_texts = 2 if settings.num_cpu_blocks > _FEW_BLOCKS else NUM_TEXTS  # some find room, others evict each other
 
     def acts() -> Iterator[Act]:
@@ -224,7 +226,8 @@ def _come_backs(choose: random.Random, settings: Settings, num_acts: int) -> tup
             first = {"flush": 2, "sleep": 0}.get(verb, choose.randrange(num_texts))  # with patience; the GPU alone
             yield Act(verb, first, choose.randrange(64), choose.randrange(64))
 
-    return tuple(tuple(tuple(acts()) for _ in range(settings.num_users)) for _ in range(settings.num_engines))
+    users = tuple(tuple(tuple(acts()) for _ in range(settings.num_users)) for _ in range(settings.num_engines))
+    return settings, users, choose.choice(_OF_STORES)
 
 
 def _some(choose: random.Random, names: Sequence[str], settings: Settings) -> Sequence[str]:
@@ -311,11 +314,18 @@ def _whole(story: Story) -> Story:
         ValueError: it has a verb that there is not, or users who are none of its engines'.
     """
     settings = story.settings
+    if settings.has_peers and settings.num_engines < 2:
+        raise ValueError("engines that hand blocks to each other are two or more")
     if [len(users) for users in story.users] != [settings.num_users] * settings.num_engines:
         raise ValueError(f"it has to have {settings.num_users} users for each of {settings.num_engines} engines")
     for act in (act for users in story.users for acts in users for act in acts):
         if act.verb not in ACTS:
             raise ValueError(f"{act.verb!r} is no verb; known: {', '.join(ACTS)}")
+        if not getattr(settings, need := _NEEDS.get(act.verb, "num_users")):
+            raise ValueError(f"{act.verb!r} needs {need}, which its settings have not")
+    for fault in story.faults:
+        if fault.phase not in PHASES:
+            raise ValueError(f"{fault.phase!r} is no phase; known: {', '.join(filter(None, PHASES))}")
     return story
 
 

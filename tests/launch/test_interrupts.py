@@ -153,10 +153,11 @@ def test_what_was_replayed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def own_handler() -> Iterator[None]:
-    """SIGINT as it was, afterwards."""
-    before = signal.getsignal(signal.SIGINT)
+    """What Ctrl-C and its like do is as it was, afterwards."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("own_handler")
@@ -182,23 +183,49 @@ def test_who_ignores_interrupts_goes_on_to() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
+@pytest.mark.usefixtures("own_handler")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_note_is_looked_at_when_it_suits(number: int) -> None:
-    """Each of them raises nothing where it comes, but at the next look; afterwards all is as it was before."""
-    before, number_of_steps = signal.getsignal(number), 0
+    """Each of them raises nothing where it comes, but at the next look; afterwards all is as it was before. Where it is
+    ignored, as SIGHUP is below nohup, it stays so."""
+    signal.signal(number, signal.default_int_handler)
+    goes_on = False
     with pytest.raises(KeyboardInterrupt), interrupts.noted() as look:
         look()
         signal.raise_signal(number)
-        number_of_steps += 1
+        goes_on = True
         look()
-    assert number_of_steps == 1 and signal.getsignal(number) is before
+    assert goes_on and signal.getsignal(number) is signal.default_int_handler
+    signal.signal(number, signal.SIG_IGN)
+    with interrupts.noted() as look:
+        signal.raise_signal(number)
+        look()
+
+
+@pytest.mark.processes
+def test_the_end_of_a_terminal(tmp_path: Path) -> None:
+    """Nobody reads any more what a search for faults says: it ends as after Ctrl-C, and its file is written."""
+    found, (reader, terminal) = tmp_path / "found.json", os.openpty()
+    program = (
+        "import os, sys\nfrom fastdeploy_cache.launch.__main__ import main\nos.login_tty(int(sys.argv[1]))\n"
+        "sys.argv = ['fastdeploy-cache', 'simulate-faults', '--minutes', '5', '--json', sys.argv[2]]\nmain()\n"
+    )
+    command = [sys.executable, "-c", program, str(terminal), str(found)]
+    with subprocess.Popen(command, pass_fds=(terminal,)) as process:
+        os.close(terminal)
+        said = b""
+        while b"steps" not in said:
+            said += os.read(reader, 1000)
+        os.close(reader)
+        assert process.wait(_SECONDS) == interrupts.STATUS
+    assert json.loads(found.read_text())["interrupted"] is True
 
 
 @pytest.mark.processes
 def test_ctrl_c_while_the_command_is_being_loaded() -> None:
     """The first second goes into imports: one line, status 130 and no traceback there, too."""
     program = (
-        "import sys\nclass Slow:\n    def find_spec(self, name, path, target=None):\n"
+        "import sys\nfrom fastdeploy_cache.launch import interrupts\ninterrupts._IMPORT_SECONDS = 0.001\nclass Slow:\n    def find_spec(self, name, path, target=None):\n"
         "        if name == 'fastdeploy_cache.launch.cli':\n            print('in', flush=True)\n"
         "            sys.stdin.readline()\nfrom fastdeploy_cache.launch.__main__ import main\n"
         "sys.meta_path.insert(0, Slow())\nsys.argv = ['fastdeploy-cache', '--help']\nmain()\n"

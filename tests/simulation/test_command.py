@@ -83,6 +83,11 @@ def test_bad_options_are_refused(arguments: list[str], words: str) -> None:
         (_STORY.replace(b'"num_gpu_blocks": ', b'"num_gpu_blocks": -'), ">= 1 - at `$.settings.num_gpu_blocks`"),
         (_STORY.replace(b'"tp_size"', b'"tp_size_"'), "unknown field `tp_size_` - at `$.settings`"),
         (_STORY.replace(b'"tp_size"', b'"eviction_policy": "luck", "tp_size"'), "Invalid enum value 'luck'"),
+        (_STORY.replace(b'"tp_size"', b'"has_peers": true, "tp_size"'), "are two or more"),
+        (
+            _STORY.replace(b'"tp_size"', b'"has_store": false, "tp_size"'),
+            "needs has_store, which its settings have not",
+        ),
         (b'{"found": [], "num_stories": 3}', "is of a search that has found nothing; there is no story in it"),
     ],
 )
@@ -106,9 +111,14 @@ def test_a_story_is_run_again(tmp_path: Path) -> None:
     assert "nothing was found" in said[0].output
     file.write_bytes(b'{"num_stories": 1, "found": [{"kind": "wrong bytes", "story": %b}]}' % to_json(story))
     assert CliRunner().invoke(app, ["simulate-faults", "--story", str(file)]).output == said[0].output
-    file.write_bytes(to_json(msgspec.structs.replace(story, faults=(Fault(5, "earthquake"),))))
-    result = CliRunner().invoke(app, ["simulate-faults", "--story", str(file)])
-    assert result.exit_code == 2 and "'earthquake' is no fault" in in_one_line(result.output)
+    for fault, words in (
+        (Fault(5, "earthquake"), "'earthquake' is no fault"),
+        (Fault(5, "kill rank,stop rank"), "'kill rank,stop rank' is no fault"),
+        (Fault(5, "kill rank", phase="lunch"), "'lunch' is no phase; known: transfer: swap_in,"),
+    ):
+        file.write_bytes(to_json(msgspec.structs.replace(story, faults=(fault,))))
+        result = CliRunner().invoke(app, ["simulate-faults", "--story", str(file)])
+        assert result.exit_code == 2 and words in in_one_line(result.output)
 
 
 def test_ctrl_c_while_a_story_is_made_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +138,8 @@ def test_ctrl_c_while_a_story_is_made_short(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.processes
 def test_ctrl_c_shows_what_was_seen() -> None:
     """Status 130, the counts of the stories that had ended, and nothing of a traceback."""
-    command = [sys.executable, "-c", _INTERRUPTED]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    program = [sys.executable, "-c", _INTERRUPTED]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == STATUS, result.stderr
     document = json.loads(result.stdout)
     assert document["interrupted"] and document["num_stories"] == 3

@@ -30,7 +30,7 @@ class RankKV:
         self.rank = rank
         self._known: tuple[KVMemory | None, KVHandle | None] = (owned, owned.inherited() if owned is not None else None)
         self.attaching: Attaching | None = None
-        self.lost = False  # since the I/O thread has last looked: whoever has them attached must go
+        self._given: object = None  # what the last process of the rank was told; of the I/O thread alone
         self._layout = layout
         self._num_gpu_blocks = num_gpu_blocks
         self._dropped: list[KVMemory] = []
@@ -41,7 +41,8 @@ class RankKV:
         return self._known[1]
 
     def take(self, handle: KVHandle) -> None:
-        """Hold the arrays behind a handle, so that they outlive who gave it (memory of a GPU they do not).
+        """Hold the arrays behind a handle, so that they outlive who gave it (memory of a GPU they do not). Those that
+        are held until then have gone.
 
         Raises:
             LayoutError, IPCError: they do not fit the layout, or cannot be reached.
@@ -49,15 +50,16 @@ class RankKV:
         if all(segment.kind == "cuda" for segment in handle.segments):
             sizes = [segment.num_bytes for segment in handle.segments]
             self._layout.check_places(handle.places, sizes, self._num_gpu_blocks)
-            self._known = (None, handle)
+            known: tuple[KVMemory | None, KVHandle] = (None, handle)
         else:
             memory = KVMemory.open(self._layout, self._num_gpu_blocks, handle)
-            self._known = (memory, memory.inherited())
+            known = (memory, memory.inherited())
+        self.drop()
+        self._known = known
 
     def drop(self) -> None:
         """The arrays are gone; `sweep` closes them."""
-        (memory, handle), self._known = self._known, (None, None)
-        self.lost |= handle is not None
+        (memory, _), self._known = self._known, (None, None)
         if memory is not None:
             self._dropped.append(memory)
 
@@ -76,12 +78,13 @@ class RankKV:
     def follow(self) -> str | None:
         """The I/O thread, after a change: why a process that has the arrays attached must go, if it must."""
         self.sweep()
-        is_gone, (lost, self.lost) = self.handle is None, (self.lost, False)
-        return "its KV arrays are gone" if lost or is_gone else None
+        # Compared, and not noted by `drop`: a note that another thread makes while this one takes it down is lost, and
+        # the process would go on with arrays that are gone.
+        return "its KV arrays are gone" if self._known is not self._given else None
 
     def for_process(self) -> tuple[KVHandle | None, tuple[int, ...]]:
         """The handle for a new process of the rank, and the descriptors that it has to inherit."""
-        memory, handle = self._known
+        memory, handle = self._given = self._known
         return handle, tuple(segment.fd for segment in memory.segments) if memory is not None else ()
 
     def mapped(self) -> KVMemory:
