@@ -151,13 +151,13 @@ class Accounts:
                 "enable_prefix_caching is off, or the tier is asleep",
             )
             return (off,) if num_blocks else ()
-        num_found = active.asked.num_found
+        num_found = max(active.asked.num_found, num_hit_blocks)  # memory may run out before what has come is noted
         parts = self._unused(active, num_hit_blocks, num_found, at) if num_found > num_hit_blocks else []
         block, prefetch = active.trail.num_searched_blocks, active.prefetch
         end_late = min(prefetch.first + prefetch.num_found, active.asked.num_asked) if prefetch is not None else 0
         if prefetch is not None and end_late > num_found:
             parts += self._not_fetched(prefetch, num_found, end_late, at)
-        skip = max(num_hit_blocks, num_found, end_late)
+        skip = max(num_found, end_late)
         for cause, num_blocks, kind, lost_at, detail in active.trail.misses:
             num_left = block + num_blocks - max(block, skip)
             block += num_blocks

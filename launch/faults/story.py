@@ -68,8 +68,8 @@ _NEEDS: Final = {
     "flush": "has_store", "detach": "has_store", "offer": "has_peers", "receive": "has_peers", "worker": "has_workers",
 }  # fmt: skip
 _PEER_SHARE = 0.4
-_ALONE_SHARE = 0.5
-_NEW_WEIGHTS_SHARE = 0.7  # of hand-overs by one user alone
+_ALONE_SHARE = 0.7
+_NEW_WEIGHTS_SHARE = 0.8  # of hand-overs by one user alone
 _HAND_OVER_SHARE = 0.4  # of these: one engine computes and offers, and takes back; the other one receives
 _FEW_BLOCKS = 6  # of the CPU tier: fewer than a prompt may need
 _COME_BACK_SHARE = 0.4  # of the others with a store
@@ -205,8 +205,8 @@ def _hand_overs(choose: random.Random, settings: Settings, num_acts: int) -> tup
         tuple(tuple(acts(role, at)) for _ in range(settings.num_users))
         for role, at in zip(roles, new_weights, strict=True)
     )
-    share = 0.2 if has_new_weights else 0.5  # so that something comes while the weights differ
-    return settings, users, [name for name in _OF_LINKS if choose.random() < share]
+    links = ("late messages", "slow copies") if has_new_weights else _OF_LINKS  # something comes while weights differ
+    return settings, users, [name for name in links if choose.random() < 0.5]
 
 
 def _come_backs(choose: random.Random, settings: Settings, num_acts: int) -> tuple[Settings, _Users, Sequence[str]]:

@@ -9,6 +9,7 @@ import pytest
 
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.policies.breaker import BreakerState
+from fastdeploy_cache.storage.tier import StorageTier
 from fastdeploy_cache.transfer_manager.task import RankResult, TaskKind, TransferResult, TransferTask
 from tests.rigs.simulated_storage import SimulatedStorage
 from tests.rigs.storage_rig import STORE, A, Rig, stored
@@ -234,6 +235,21 @@ def test_a_store_that_opens_after_its_detach_is_lent_nothing(monkeypatch: pytest
     opened[0]()
     assert not late.tasks and cache.stats().cpu.num_in_flight == 0
     cache.check_invariants()
+    rig.model.finish()
+
+
+def test_what_was_queued_goes_with_a_detached_store() -> None:
+    """It will not be written any more, and keeps nothing of the store: neither its signals nor its place in the list of
+    those that still have answers to give."""
+    rig = Rig()
+    storage = rig.model.cache.storage
+    rig.store.up = False
+    rig.model.serve_and_copy(A)
+    tier = storage._tier
+    assert isinstance(tier, StorageTier) and not tier.writes.is_idle
+    storage.detach()
+    assert tier.writes.is_idle and tier.writes.wait_drained(0) and tier.writes.num_skipped_blocks == 10
+    assert storage.is_idle and not storage._beside
     rig.model.finish()
 
 

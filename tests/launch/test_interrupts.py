@@ -225,7 +225,8 @@ def test_the_end_of_a_terminal(tmp_path: Path) -> None:
 def test_ctrl_c_while_the_command_is_being_loaded() -> None:
     """The first second goes into imports: one line, status 130 and no traceback there, too."""
     program = (
-        "import sys\nfrom fastdeploy_cache.launch import interrupts\ninterrupts._IMPORT_SECONDS = 0.001\nclass Slow:\n    def find_spec(self, name, path, target=None):\n"
+        "import sys\nfrom fastdeploy_cache.launch import interrupts\ninterrupts._IMPORT_SECONDS = 0.001\n"
+        "class Slow:\n    def find_spec(self, name, path, target=None):\n"
         "        if name == 'fastdeploy_cache.launch.cli':\n            print('in', flush=True)\n"
         "            sys.stdin.readline()\nfrom fastdeploy_cache.launch.__main__ import main\n"
         "sys.meta_path.insert(0, Slow())\nsys.argv = ['fastdeploy-cache', '--help']\nmain()\n"

@@ -60,6 +60,12 @@ def others_in(folder: Path) -> list[str]:
 
 def read_space(disk: Disk, path: Path) -> KeySpace | None:
     """What a space is for; None where its name is damaged. Raises OSError, `FileNotFoundError` where it has none."""
+    space = _read_name(disk, path)
+    # The digest is the name's checksum: a changed bit may leave a name that can be read, of another space.
+    return space if space is not None and space.digest == path.name else None
+
+
+def _read_name(disk: Disk, path: Path) -> KeySpace | None:
     disk.check_folder(path)
     fd = disk.open_to_read(path / SPACE_NAME)
     try:
@@ -67,9 +73,7 @@ def read_space(disk: Disk, path: Path) -> KeySpace | None:
         disk.read(fd, [memoryview(data)] if data else [], 0)
     finally:
         disk.close(fd)
-    # The digest is the name's checksum: a changed bit may leave a name that can be read, of another space.
-    space = KeySpace.parse(data)
-    return space if space is not None and space.digest == path.name else None
+    return KeySpace.parse(data)
 
 
 def find_spaces(disk: Disk, folder: Path) -> Iterator[tuple[Path, KeySpace]]:
@@ -150,8 +154,15 @@ def open_space(disk: Disk, folder: Path, space: KeySpace) -> tuple[Path, int]:
 
 def _describe(disk: Disk, path: Path, space: KeySpace) -> None:
     with suppress(FileNotFoundError):
-        if read_space(disk, path) == space:
+        found = _read_name(disk, path)
+        if found == space:
             return
+        if found is not None:
+            # Somebody may have moved another space's folder here. Its objects go by the same hashes, and their
+            # checksums say nothing of weights or ranks: they would be found, and they are wrong.
+            logger.warning("event=space_of_others path=%s weights_id=%r rank=%d", path, found.weights_id, found.rank)
+            with suppress(FileNotFoundError):
+                disk.remove(path / JOURNAL_NAME)
     data = msgspec.json.format(msgspec.json.encode(space), indent=2)
     name = path / SPACE_NAME
     temporary = name.with_suffix(TEMPORARY_SUFFIX)

@@ -80,6 +80,25 @@ def test_files_that_are_damaged_under_an_open_store(pristine: Path, which: int, 
         check_lives(folder)
 
 
+def test_the_folder_of_another_space(pristine: Path, tmp_path: Path) -> None:
+    """Somebody has exchanged the folders of two spaces, whose objects have the same hashes: neither finds the other's
+    blocks, and both can be written and read again."""
+    folder = tmp_path / "store"
+    shutil.copytree(pristine, folder)
+    with opened(folder, 0) as first, opened(folder, 2) as second:
+        paths = first.path, second.path
+        assert first.there(*NUMBERS) == second.there(*NUMBERS) == list(NUMBERS)
+    paths[0].rename(tmp_path / "between")
+    paths[1].rename(paths[0])
+    (tmp_path / "between").rename(paths[1])
+    for rank in (0, 2):
+        with opened(folder, rank) as rig:
+            assert rig.there(*NUMBERS) == []
+            rig.write(*NUMBERS)
+        with opened(folder, rank) as rig:
+            assert rig.read(*NUMBERS) == len(NUMBERS)
+
+
 @pytest.mark.parametrize("mask", [0x80, 0x01])
 def test_every_byte_of_a_name(pristine: Path, tmp_path: Path, mask: int) -> None:
     """A flipped bit in any byte of a `space.json` keeps no engine from starting, neither its own nor another on the
