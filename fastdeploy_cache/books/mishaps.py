@@ -22,14 +22,14 @@ T = TypeVar("T")
 def call_user(call: Callable[[], object]) -> None:
     """Run a user's callback; what it raises is the user's, and must not end the thread that all transfers need.
 
-    That holds for what is no `Exception`, too, such as `asyncio.CancelledError` and `SystemExit`. An interrupt is only
-    ever raised in the main thread, whose it is.
+    That holds for what is no `Exception`, too, such as `asyncio.CancelledError` and `SystemExit`, but for an interrupt
+    of the main thread, whose it is.
     """
     try:
         call()
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
         logger.exception("event=user_callback_failed")
 
 

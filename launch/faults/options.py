@@ -13,14 +13,21 @@ import typer
 from fastdeploy_cache.errors import LaunchError, StorageError
 from fastdeploy_cache.transfer_manager.storage.valkey_admin import ValkeyAdmin
 
+_MOST_MINUTES = 60.0 * 24 * 365
+
 
 @dataclass(frozen=True)
 class SimulateFaultsOptions:
     """How long to look, for what, and where what is found goes."""
 
-    minutes: Annotated[float, typer.Option(min=0.01, help="How long to look.")] = 1.0
+    minutes: Annotated[float, typer.Option(min=0.01, max=_MOST_MINUTES, help="How long to look.")] = 1.0
     seed: Annotated[int, typer.Option(min=0, help="Of the first story; the others have those behind it.")] = 0
-    steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps, even before the time.")] = None
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Stop at the end of the story in which so many steps are reached, even before the time."
+        ),
+    ] = None
     faults: Annotated[list[str], typer.Option(help="Only these, separated by commas; all of them without it.")] = field(
         default_factory=list
     )
@@ -37,7 +44,7 @@ class SimulateFaultsOptions:
 class SoakOptions:
     """How long, how many ranks, and what is done to them."""
 
-    minutes: Annotated[float, typer.Option(min=0.01, help="How long the engines are hurt.")] = 1.0
+    minutes: Annotated[float, typer.Option(min=0.01, max=_MOST_MINUTES, help="How long the engines are hurt.")] = 1.0
     ranks: Annotated[int, typer.Option(min=1, max=8, help="Of each engine.")] = 2
     seed: Annotated[int, typer.Option(min=0, help="What users ask, and which fault comes next, follow from it.")] = 0
     faults: Annotated[list[str], typer.Option(help="Only these, separated by commas; all of them without it.")] = field(

@@ -235,7 +235,7 @@ def test_a_close_after_an_interrupted_turn_ends_everything(leaves_owner: bool, m
         model.cache.match(Request(request_id="late", prompt_token_ids=TEXT[:5]))
 
 
-@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit, GeneratorExit, KeyboardInterrupt])
 def test_a_callback_cannot_end_the_thread_that_calls_it(error: type[BaseException]) -> None:
     """Also with what is no `Exception`: the answer of the ranks is taken, and the next one is, too."""
     model = CacheModel(4, 24, 40)
@@ -245,9 +245,16 @@ def test_a_callback_cannot_end_the_thread_that_calls_it(error: type[BaseExceptio
     def fail() -> None:
         raise error
 
+    def land_all() -> None:
+        model.client.land_all()
+        ended.append("as ever")
+
+    ended: list[str] = []
     live.match.on_ready(fail)
-    model.client.land_all()
-    assert len(model.settle(live)) == 10
+    ranks = threading.Thread(target=land_all)
+    ranks.start()
+    ranks.join(10)
+    assert ended == ["as ever"] and len(model.settle(live)) == 10
     model.release(live)
     model.finish()
 

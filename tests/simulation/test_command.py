@@ -63,6 +63,7 @@ def test_it_says_what_it_saw() -> None:
         (["--story", "any.json", "--json", "-"], "takes neither --faults nor --json"),
         (["--steps", "1", "--json", "/dev/full"], "cannot write /dev/full: No space left on device"),
         (["--minutes", "0"], "Invalid value for '--minutes'"),
+        (["--minutes", "inf"], "Invalid value for '--minutes'"),
         (["--json", "/nowhere/found.json"], "cannot write /nowhere/found.json: its folder does not exist"),
     ],
 )
