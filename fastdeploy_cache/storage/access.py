@@ -189,8 +189,8 @@ class StorageAccess:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is on its way, and nothing queued; of stores that are opening or were detached, too."""
-        return all(tier.is_idle for tier in (*self._beside, self._tier))
+        """Whether nothing is on its way, and nothing queued."""
+        return self._tier.is_idle
 
     @property
     def held_ids(self) -> list[int]:

@@ -303,7 +303,8 @@ class StoryEngine:
     def _is_at_rest(cache: PrefixCacheManager) -> bool:
         stats = cache.stats()
         is_handing_over = stats.num_open_sends or stats.num_open_receives
-        return not stats.num_transfers_in_flight and not is_handing_over and cache.storage.is_idle
+        is_copying = stats.num_transfers_in_flight or (stats.cpu is not None and stats.cpu.num_in_flight)
+        return not is_copying and not is_handing_over and cache.storage.is_idle
 
     def _check_home(self) -> None:
         """Processes, threads and descriptors; a thread that had no processor for a while may come later."""
