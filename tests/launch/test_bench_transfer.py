@@ -111,7 +111,7 @@ def test_round_trips_stand_beside_two_floors(tiny: Run) -> None:
 def test_machine_ranks_and_load_are_told(tiny: Run) -> None:
     """Where it ran, what ranks cost at rest, and how a load's layers come: the first not after the last."""
     machine, ranks, load = (tiny.found[name] for name in ("machine", "ranks", "load"))
-    assert machine["num_cores"] >= 1 and machine["python"] and machine["text"] in tiny.output.replace("\n", " ")
+    assert machine["num_cores"] >= 1 and machine["python"] and machine["text"] in " ".join(tiny.output.split())
     assert set(ranks) == {"start_seconds", "idle_share_of_core", "idle_rank_bytes"}
     assert ranks["start_seconds"] > 0 and 0 <= ranks["idle_share_of_core"] < 16 and ranks["idle_rank_bytes"] > 0
     assert 0 < load["first layer"] <= load["last layer"]
