@@ -60,6 +60,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     num_gpu_blocks: int = 28
     vocabulary: int = 49_000
     dtype: str = "float32"
+    attention_backend: str = ""  # by its name in vLLM; "": vLLM's own choice for this processor
     tp_size: int = 1
     gpu_memory_utilization: float | None = None  # of a GPU; None: vLLM's own
     is_poisoned: bool = False  # before the last pass the bytes of the CPU tier are changed

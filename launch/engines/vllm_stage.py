@@ -127,6 +127,8 @@ def _new_engine(plan: StagePlan) -> Any:
         _force_ahead()
     if plan.gpu_memory_utilization is not None:
         options["gpu_memory_utilization"] = plan.gpu_memory_utilization
+    if plan.attention_backend:
+        options["attention_backend"] = plan.attention_backend
     if plan.adapters:
         options |= {"enable_lora": True, "max_loras": len(plan.adapters), "max_lora_rank": 8}
     return LLM(

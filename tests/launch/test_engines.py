@@ -255,6 +255,9 @@ def test_ranks_are_killed_as_often_as_a_pass_wants(monkeypatch: pytest.MonkeyPat
     assert killed == [17, 22] and [len(each) for each in served] == [12, 12, 12]
 
 
+AMX = "MLA, by AMX where there is one"
+
+
 class Told:
     """A lane that answers as it is told: by run, what is wrong with its passes."""
 
@@ -311,6 +314,8 @@ class Told:
         ({"MLA alone": {"is_prefill_chunked": False}, "MLA": {"refused": "no tier"}}, "MLA", "it was refused: no tier"),
         ({"MLA alone 0": {"alike": True}}, "MLA", "all prompts have the same answer: this shows nothing"),
         ({"MLA 1": {"answer": 1}}, "MLA", "8 answers differ from those of vLLM alone"),
+        ({f"{AMX} 1": {"answer": 1}}, AMX, "8 answers differ from those of vLLM alone"),
+        ({f"{AMX} 1": {"hits": 0}}, AMX, "only 0 tokens were hit"),
         ({"blind": True}, "bytes of the CPU tier turned over", "wrong KV gives the same answers"),
     ],
 )
