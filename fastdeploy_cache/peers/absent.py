@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.books.transfer import Transfer
@@ -27,9 +28,9 @@ class NoTransfers:
     def committed(self, active: ActiveRequest) -> None:
         """Nobody reads it."""
 
-    def released(self, active: ActiveRequest, private_ids: array[int]) -> array[int]:  # noqa: ARG002 (see `PeerSends`)
-        """No block stays."""
-        return private_ids
+    def released(self, active: ActiveRequest, private_ids: array[int]) -> Callable[[], array[int]]:  # noqa: ARG002
+        """See `PeerSends`. No block stays."""
+        return lambda: private_ids
 
     def cancel(self, send: Send) -> None:
         """It is another cache's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ class PeerSends:
         self._by_request: dict[str, OpenSend] = {}  # whose request runs
         self._by_update: dict[int, OpenSend] = {}
         self._last_step, self._done_step = 0, -1
+        self._has_untold = False
 
     def __len__(self) -> int:
         return len(self._by_task)
@@ -71,6 +73,7 @@ class PeerSends:
 
     def begin(self, active: ActiveRequest, send: Send) -> None:
         """Offer the first `send.num_blocks` blocks of a settled request's tokens."""
+        self._tell_untold()
         mine = OpenSend(send, active)
         mine.num_complete = mine.num_told = min(self._num_computed(active), send.num_blocks)
         ids = active.block_ids[: mine.num_told]
@@ -94,12 +97,14 @@ class PeerSends:
             over = max(self._last_step - 1, self._done_step)
             raise RequestError(f"step {step} after step {over} is over; numbers rise, and each is for one step")
         self._last_step = step
+        self._tell_untold()
         mine = self._by_request.get(active.request.request_id)
         if mine is not None and not active.is_ahead and mine.why is None:
             self._tell(mine, active, num_tokens // self._tree.block_size, step)
 
     def committed(self, active: ActiveRequest) -> None:
         """The request's step is complete."""
+        self._tell_untold()
         mine = self._by_request.get(active.request.request_id)
         if mine is None or active.is_ahead or active.phase is VOID or mine.why is not None:
             return
@@ -140,6 +145,7 @@ class PeerSends:
 
     def updated(self, task_id: int, *, is_lost: bool) -> None:
         """An update was answered. One that was lost leaves its readers without block ids: the send fails."""
+        self._tell_untold()
         mine = self._by_update.pop(task_id)
         mine.update_id = None
         if mine.task_id not in self._by_task:
@@ -147,38 +153,55 @@ class PeerSends:
         if is_lost and mine.why is None:
             self.fail(mine, "failed", "a rank did not hear what is computed")
         elif mine.is_stale:
-            self._update(mine)
+            self._try_update(mine)
 
-    def released(self, active: ActiveRequest, private_ids: array[int]) -> array[int]:
-        """The request goes: what was offered of it is the send's now. Returns those of its private ids that go home.
+    def released(self, active: ActiveRequest, private_ids: array[int]) -> Callable[[], array[int]]:
+        """The request is to go. What is returned makes what was offered of it the send's, needs no memory, and returns
+        those of its private ids that go home. Until that is called the request may as well stay.
 
         Raises:
-            MemoryError: nothing was changed.
+            MemoryError: the request may be released again.
         """
         mine = self._by_request.get(active.request.request_id)
         if mine is None:
-            return private_ids
+            return lambda: private_ids
         told = set(active.block_ids[: mine.num_told])
         kept = array("i", [block_id for block_id in private_ids if block_id in told])
         home = array("i", [block_id for block_id in private_ids if block_id not in told])
+        if active.pin is not None:  # beside the request's own: it ends with the send, whether the request goes or stays
+            place = self._tree.place(active.pin.run.path(), min(mine.num_told, active.num_pinned_blocks))
+            mine.pin = self._tree.move_pin(mine.pin, *place)
+        return functools.partial(self._take_over, mine, active, kept, home)
+
+    def _take_over(self, mine: OpenSend, active: ActiveRequest, kept: array[int], home: array[int]) -> array[int]:
         del self._by_request[active.request.request_id]
         mine.active, mine.ids = None, kept
+        if kept:
+            self._tree.pools[0].hand_over(kept, REQUEST, TASK)
         if mine.num_complete < mine.send.num_blocks or active.phase is VOID:
             text = f"the request was released with {mine.num_complete} of {mine.send.num_blocks} blocks computed"
             self.fail(mine, "failed", text)
-        if kept:
-            self._tree.pools[0].hand_over(kept, REQUEST, TASK)
-        if active.pin is not None:
-            path = active.pin.run.path()
-            num_blocks = min(mine.num_told, active.num_pinned_blocks)
-            mine.pin = self._tree.move_pin(None, *self._tree.place(path, num_blocks))
         return home
 
     def fail(self, mine: OpenSend, reason: Reason, text: str) -> None:
-        """Nobody is to get it any more."""
+        """Nobody is to get it any more. Where there is no memory to tell of it now, the next change of any send tells;
+        until then its blocks stay as they are, as they do in any case until every rank has answered."""
         if mine.why is None:
             mine.why = Why(reason, text)
+            self._try_update(mine)
+
+    def _try_update(self, mine: OpenSend) -> None:
+        try:
             self._update(mine)
+        except MemoryError:
+            mine.is_stale = self._has_untold = True
+
+    def _tell_untold(self) -> None:
+        """What there was no memory for before."""
+        waiting, self._has_untold = self._has_untold, False
+        for mine in self._by_task.values() if waiting else ():
+            if mine.is_stale and mine.update_id is None:
+                self._try_update(mine)
 
     def cancel_all(self, text: str) -> None:
         """What they hold is not what it was, or is not to be moved now."""
@@ -199,6 +222,7 @@ class PeerSends:
     def ended(self, task_id: int) -> Send:
         """Every rank has answered: nobody is told any more that these blocks count."""
         mine = self._by_task.pop(task_id)
+        self._tell_untold()
         if mine.active is not None:
             del self._by_request[mine.send.request_id]
         if mine.pin is not None:

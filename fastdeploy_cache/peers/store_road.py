@@ -94,13 +94,17 @@ class StoredSends:
             self._storage.write(mine.pin.run.path())
             self._check(is_idle=False)
 
-    def released(self, active: ActiveRequest, private_ids: array[int]) -> array[int]:
-        """The request goes; its blocks are the tree's, and those of its own go home."""
-        mine = self._open.get(active.request.request_id)
-        if mine is not None and mine.pin is None:
-            text = f"the request was released before its {mine.send.num_blocks} blocks were computed and cached"
-            self._end(mine, ("failed", text))
-        return private_ids
+    def released(self, active: ActiveRequest, private_ids: array[int]) -> Callable[[], array[int]]:
+        """The request is to go: see `PeerSends`. Its blocks are the tree's, and those of its own go home."""
+
+        def take_over() -> array[int]:
+            mine = self._open.get(active.request.request_id)
+            if mine is not None and mine.pin is None:
+                text = f"the request was released before its {mine.send.num_blocks} blocks were computed and cached"
+                self._end(mine, ("failed", text))
+            return private_ids
+
+        return take_over
 
     def _check(self, *, is_idle: bool) -> None:
         """A copy or a write has ended: what is stored now. `is_idle`: the store has nothing to do any more."""

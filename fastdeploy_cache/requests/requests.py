@@ -30,8 +30,8 @@ from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.prefetch import Fetched
 
 
-def _keep_none(active: ActiveRequest, private_ids: array[int]) -> array[int]:  # noqa: ARG001
-    return private_ids
+def _keep_none(active: ActiveRequest, private_ids: array[int]) -> Callable[[], array[int]]:  # noqa: ARG001
+    return lambda: private_ids
 
 
 class Requests:
@@ -39,8 +39,8 @@ class Requests:
 
     Attributes:
         offered: those that are offered to another instance.
-        keep_offered: called for such a one, and its own blocks, when it is released; which of these need not stay until
-            its send has ended.
+        keep_offered: called for such a one, and its own blocks, when it is to be released. It may lack memory; what it
+            returns may not, and takes over what has to stay until the send has ended. That returns the other blocks.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Requests:
         self.prefetches = Prefetches(config, books, self.matcher, storage, self._requests)
         self.listener: RequestListener | None = None
         self.offered = set[ActiveRequest]()
-        self.keep_offered: Callable[[ActiveRequest, array[int]], array[int]] = _keep_none
+        self.keep_offered: Callable[[ActiveRequest, array[int]], Callable[[], array[int]]] = _keep_none
         books.listen(Fetched, self._on_fetched)
 
     def tell(self, listener: RequestListener) -> None:
@@ -269,19 +269,19 @@ class Requests:
             self.matcher.settle(active)
         if active.ahead:
             self.ahead.leave(active)
-        own: array[int] | None = None  # all that is its own, without a list, which would need memory
-        if self.offered and active in self.offered:
-            own = self.keep_offered(active, active.private_ids())
-            self.offered.discard(active)
+        is_offered = bool(self.offered) and active in self.offered
+        take_over = self.keep_offered(active, active.private_ids()) if is_offered else None
         if active.trail.computing_key is not None:
             self._misses.computing.end(active)
         if self.listener is not None:
             self.listener.released(active)
         del self._requests[active.request.request_id]  # after what may lack memory: a failed release can be repeated
-        if own is None:
+        if take_over is None:
             active.free_private(self.books.pools[GPU])
-        elif own:
-            self.books.pools[GPU].free(own, REQUEST)
+        else:
+            self.offered.discard(active)
+            if own := take_over():
+                self.books.pools[GPU].free(own, REQUEST)
         self.publisher.release(active)
         if loads:
             self._mover.cancel_unwanted(loads)

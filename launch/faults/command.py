@@ -13,7 +13,13 @@ import typer
 from rich.console import Console
 
 from fastdeploy_cache.errors import LaunchError, counted
-from fastdeploy_cache.launch.faults.options import SimulateFaultsOptions, check_json, fault_names, write_found
+from fastdeploy_cache.launch.faults.options import (
+    SimulateFaultsOptions,
+    check_json,
+    fault_names,
+    run_of,
+    write_found,
+)
 from fastdeploy_cache.launch.faults.search import ALL_FAULTS, FoundStory, Search, as_test, run_story, search, shortest
 from fastdeploy_cache.launch.faults.story import Story, from_json
 from fastdeploy_cache.launch.findings import console_beside, print_table, progress_on, table_of
@@ -36,8 +42,8 @@ def simulate_faults(wanted: SimulateFaultsOptions) -> int:
     check_json(wanted.json_file)
     names, console = fault_names(wanted.faults, ALL_FAULTS), console_beside(wanted.json_file, _WIDTH)
     if wanted.story is not None:
-        if wanted.faults or wanted.json_file is not None:
-            raise typer.BadParameter("--story runs one story as it is; it takes neither --faults nor --json")
+        if wanted != SimulateFaultsOptions(story=wanted.story):
+            raise typer.BadParameter("--story runs one story as it is, to its end; it takes no other option")
         return _again(console, _read(wanted.story))
     so_far, status = Search(), 0
     shorter: list[FoundStory] = []
@@ -55,7 +61,8 @@ def simulate_faults(wanted: SimulateFaultsOptions) -> int:
         except KeyboardInterrupt:
             status = STATUS
     rest = so_far.found[len(shorter) :]
-    write_found(wanted.json_file, as_document(so_far, shorter + rest, interrupted=bool(status)))
+    document = run_of(wanted.seed, names) | as_document(so_far, shorter + rest, interrupted=bool(status))
+    write_found(wanted.json_file, document)
     return status or int(bool(so_far.found))
 
 
@@ -108,7 +115,7 @@ def _shorter(console: Console, found: FoundStory, look: Callable[[], None]) -> F
 def _show(console: Console, so_far: Search) -> None:
     rate = so_far.num_steps / so_far.seconds if so_far.seconds else 0.0
     console.print(
-        f"{so_far.num_stories:,} stories, {so_far.num_steps:,} steps, {rate:,.0f} a second, "
+        f"{counted(so_far.num_stories, 'story')}, {so_far.num_steps:,} steps, {rate:,.0f} a second, "
         f"{counted(len(so_far.found), 'finding')}"
     )
     per_step = _PER_STEPS / max(1, so_far.num_steps)

@@ -82,6 +82,8 @@ class Folder:
     entries: dict[str, File | Folder] = field(default_factory=dict)
     durable: dict[str, File | Folder] = field(default_factory=dict)
     since: list[Names] = field(default_factory=list)  # changes that were not synced: each happens whole, or not
+    exclusive: OpenFile | None = None
+    shared: dict[OpenFile, None] = field(default_factory=dict)
 
     def put(self, name: str, entry: File | Folder | None) -> None:
         """Give a name to something; None: to nothing."""
@@ -102,6 +104,7 @@ class Folder:
         for names in self.since[: chance.randrange(len(self.since) + 1)]:
             _set(left, names)
         self.entries, self.durable, self.since = left, dict(left), []
+        self.exclusive, self.shared = None, {}
         for entry in self.entries.values():
             entry.lose_power(chance)
 
@@ -120,9 +123,6 @@ class OpenDiskFile(OpenFile):
     def lock(self, *, is_shared: bool) -> bool:
         """See flock(2), without waiting."""
         file = self.entry
-        assert isinstance(file, File | Folder)
-        if isinstance(file, Folder):
-            return True
         others = [each for each in file.shared if each is not self]
         if file.exclusive not in (None, self) or (others and not is_shared):
             return False
@@ -134,9 +134,8 @@ class OpenDiskFile(OpenFile):
 
     def end(self) -> None:
         file = self.entry
-        if isinstance(file, File):
-            file.shared.pop(self, None)
-            file.exclusive = None if file.exclusive is self else file.exclusive
+        file.shared.pop(self, None)
+        file.exclusive = None if file.exclusive is self else file.exclusive
 
 
 class SimulatedDisk:

@@ -257,12 +257,14 @@ class FileCalls:
     def make_temporary_folder(self, suffix: str = "", prefix: str = "tmp", dir: str = "/tmp") -> str:  # noqa: S108
         """See `tempfile.mkdtemp`."""
         path = f"{dir}/{prefix}{self._machine.new_inode()}"
+        self.file_call(path)
         self._disk.make_folder(path)
         return path
 
     def remove_tree(self, path: Any, *, ignore_errors: bool = False) -> None:
         """See `shutil.rmtree`."""
         text = os.fspath(path)
+        self.file_call(text)
         try:
             for name in self._disk.list(text):
                 self._disk.remove(f"{text}/{name}")

@@ -10,7 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from fastdeploy_cache import __version__
 from fastdeploy_cache.errors import LaunchError, StorageError
+from fastdeploy_cache.launch.faults.story import STORY_VERSION
 from fastdeploy_cache.transfer_manager.storage.valkey_admin import ValkeyAdmin
 
 _MOST_MINUTES = 60.0 * 24 * 365
@@ -83,6 +85,11 @@ def write_found(file: Path | None, found: dict[str, Any]) -> None:
 
     with _json_refused():
         write_json(file, found)
+
+
+def run_of(seed: int, faults: tuple[str, ...]) -> dict[str, Any]:
+    """What `--json` says of the run itself."""
+    return {"version": __version__, "story_version": STORY_VERSION, "seed": seed, "faults_drawn": list(faults)}
 
 
 @contextmanager

@@ -37,6 +37,7 @@ class SimulatedPath(PurePosixPath):
                 raise
 
     def lstat(self) -> SimpleNamespace:
+        self.calls.file_call(str(self))
         return self.disk.status(str(self))
 
     stat = lstat
@@ -61,6 +62,7 @@ class SimulatedPath(PurePosixPath):
 
     def glob(self, pattern: str) -> Iterator[SimulatedPath]:
         first, _, rest = pattern.partition("/")
+        self.calls.file_call(str(self))
         for name in self.disk.list(str(self)) if self.is_dir() else ():
             if fnmatchcase(name, first):
                 yield from (self / name).glob(rest) if rest else (self / name,)

@@ -9,7 +9,14 @@ from typing import Any
 from rich.console import Console
 
 from fastdeploy_cache.errors import counted
-from fastdeploy_cache.launch.faults.options import SoakOptions, check_json, check_server, fault_names, write_found
+from fastdeploy_cache.launch.faults.options import (
+    SoakOptions,
+    check_json,
+    check_server,
+    fault_names,
+    run_of,
+    write_found,
+)
 from fastdeploy_cache.launch.faults.soak import NUM_ENGINES, Soak, SoakRun, soaking
 from fastdeploy_cache.launch.faults.soak_faults import SOAK_FAULTS
 from fastdeploy_cache.launch.findings import console_beside, print_table, progress_on, table_of
@@ -42,13 +49,13 @@ def soak(wanted: SoakOptions) -> int:
             status = STATUS
             run.end_now()
         seen = run.seen
+        if not status and not seen.findings and not seen.counts["blocks compared"]:
+            seen.findings.append(("no block was compared", "this says nothing: give it more minutes"))
         _show(console, seen)
         for log in run.logs() if seen.findings else ():
             console.print(log, markup=False)
-    write_found(wanted.json_file, as_document(seen, wanted, interrupted=bool(status)))
-    if not status and not seen.counts["blocks compared"]:
-        console.print("no block was compared, so this says nothing: give it more minutes, or look at the store")
-        return 1
+    document = run_of(wanted.seed, faults) | as_document(seen, wanted, interrupted=bool(status))
+    write_found(wanted.json_file, document)
     return status or int(bool(seen.findings))
 
 
@@ -85,14 +92,13 @@ def as_document(seen: Soak, wanted: SoakOptions, *, interrupted: bool) -> dict[s
     return {
         "interrupted": interrupted,
         "seconds": round(seen.seconds, 1),
-        "seed": wanted.seed,
         "num_ranks": wanted.ranks,
         "num_engines": NUM_ENGINES,
         "num_lives": seen.num_lives,
         "counts": dict(sorted(seen.counts.items())),
         "faults": dict(sorted(seen.faults.items())),
         "verbs": {name: asdict(verb) for name, verb in sorted(seen.verbs.items())},
-        "longest_seconds": round(seen.longest_seconds, 1),
+        "longest_life_seconds": round(seen.longest_seconds, 1),
         "growth_bytes": seen.growth_bytes,
         "growth_descriptors": seen.growth_descriptors,
         "findings": [{"kind": kind, "text": text} for kind, text in seen.findings],

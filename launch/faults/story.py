@@ -18,16 +18,18 @@ BLOCK_SIZE, NUM_TEXTS, LONGEST, MAX_RUNNING = 4, 6, 36, 2
 ACTS: Final = {
     "admit": 150, "advance": 110, "look": 6, "end": 80, "reset": 1, "clear": 1, "pause": 3, "sleep": 1, "weights": 1,
     "detach": 1, "flush": 3, "check": 2, "see": 5, "pin": 6, "rest": 30, "worker": 8,
-    "offer": 60, "receive": 60, "close": 1, "drop": 12,
+    "offer": 60, "receive": 60, "close": 1, "drop": 24,
     "find": 12, "insert": 12, "load": 10, "swap_in": 8, "swap_out": 8, "copy": 4, "evict": 3,
 }  # fmt: skip
 # what a fault may wait for: the beginnings of what `World.phases` says
-PHASES: Final = (
+_AFTER_START: Final = (
     "", "", "", "transfer: swap_in", "transfer: swap_out", "transfer: copy", "storage: prefetch", "storage: write",
     "storage: lookup", "peer: receive", "peer: send", "request: wait", "request: confirm", "request: flush",
     "request: pause", "request: sleep", "request: wake", "request: update_weights", "request: attach",
     "request: kv_lost",
 )  # fmt: skip
+_AT_START: Final = "start: peer"  # an engine has started its peer processes, and is not up yet
+PHASES: Final = (*_AFTER_START, "start: rank", "start: storage", _AT_START)
 # faults that go together, and what a story needs for them
 _THEMES: Final = (
     ("num_users", ("endless copies",)),
@@ -59,6 +61,7 @@ _LIKELY: Final = {
 }
 _LASTING: Final = ("messages", "slow", "endless", "bits", "lying", "full", "failing", "memory errors", "outside errors")
 _NEVER: Final = (0.0, 0.0, 0.0, 0.0, 0.0)  # as many to draw from as where something fails all along
+_OFTEN = 0.15  # of lines that may lack memory
 _LONG_SECONDS: Final = (1.0, 15.0, 40.0)
 _RARE: Final = (
     "reset", "clear", "pause", "sleep", "weights", "detach", "flush", "check", "pin", "close", "drop", "worker",
@@ -71,6 +74,8 @@ _PEER_SHARE = 0.4
 _ALONE_SHARE = 0.7
 _NEW_WEIGHTS_SHARE = 0.8  # of hand-overs by one user alone
 _HAND_OVER_SHARE = 0.4  # of these: one engine computes and offers, and takes back; the other one receives
+_ORDINARY_SHARE, _START_SHARE = 0.6, 0.75  # from the one before it to this one processes die while engines start
+_MOST_STARTS, _STEPS_OF_START, _START_SECONDS = 2, 200, (1.0, 4.0)
 _FEW_BLOCKS = 6  # of the CPU tier: fewer than a prompt may need
 _COME_BACK_SHARE = 0.4  # of the others with a store
 # what is chosen from in each round: a store may also go while it is being written
@@ -79,10 +84,11 @@ _COME_BACK: Final = (
 )  # fmt: skip
 _OF_STORES: Final = (
     ("flipped bits",), ("flipped bits", "kill storage"), ("flipped bits", "slow disk"), ("disk errors", "slow disk"),
-    ("power loss", "kill storage"), ("endless copies",), ("kill rank", "slow disk"),
+    ("power loss", "kill storage"), ("endless copies",), ("kill rank", "slow disk"), ("slow disk", "stop storage"),
 )  # fmt: skip
 _OF_LINKS: Final = ("late messages", "very late messages", "lost messages", "slow copies")
-_NUM_ACTS = (40, 100, 250)  # of a user
+_NUM_FAULTS: Final = (0, 4, 10, 20, 40)  # where a search is for one alone, as many as are met
+_NUM_ACTS = (40, 80, 150)  # of a user
 # as many at once as in a soak, where prefixes are long and shared by many
 CROWD: Final[dict[str, Any]] = {"num_users": 4, "num_gpu_blocks": 96, "num_cpu_blocks": 192, "num_store_blocks": 512}
 _CROWD_EVERY, _MOST_CROWD_ACTS = 20, 100
@@ -150,7 +156,7 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
 class Story(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All that a run follows from. `users`: by engine and user what each does."""
 
-    seed: int
+    seed: _Number
     settings: Settings
     users: _Users
     faults: tuple[Fault, ...] = ()
@@ -165,10 +171,14 @@ def new_story(seed: int, fault_names: tuple[str, ...], most_acts: int = _NUM_ACT
     settings = _settings(choose, fault_names)
     users: _Users = ()
     likely: Sequence[str] = ()
+    early: tuple[Fault, ...] = ()
     if seed % _CROWD_EVERY == _CROWD_EVERY - 1:
         settings, num_acts = msgspec.structs.replace(settings, **CROWD), min(num_acts, _MOST_CROWD_ACTS)
-    elif settings.has_peers and by_itself.random() < _HAND_OVER_SHARE:
-        settings, users, likely = _hand_overs(by_itself, settings, num_acts)
+    elif settings.has_peers and (share := by_itself.random()) < _START_SHARE:
+        if share >= _HAND_OVER_SHARE:
+            settings, early = _starts(by_itself, settings, fault_names)
+        if share < _ORDINARY_SHARE:
+            settings, users, likely = _hand_overs(by_itself, settings, num_acts)
     elif settings.has_store and by_itself.random() < _COME_BACK_SHARE:
         settings, users, likely = _come_backs(by_itself, settings, num_acts)
     users = users or tuple(
@@ -176,11 +186,29 @@ def new_story(seed: int, fault_names: tuple[str, ...], most_acts: int = _NUM_ACT
         for _ in range(settings.num_engines)
     )
     steps_per_act = 40 * settings.num_users * settings.num_engines
-    num_faults = choose.choice((0, 4, 10, 20, 40)) if fault_names else 0
+    num_faults = choose.choice(_NUM_FAULTS if len(fault_names) > 1 else _NUM_FAULTS[-2:]) if fault_names else 0
     steps = sorted(choose.randrange(1, num_acts * steps_per_act) for _ in range(num_faults))
     few = [name for name in likely if name in fault_names] or _some(choose, fault_names, settings)
-    faults = tuple(_fault(choose, step, few) for step in steps)
+    faults = (*early, *(_fault(choose, step, few) for step in steps))
     return Story(seed=seed, settings=settings, users=users, faults=faults)
+
+
+def _starts(
+    choose: random.Random, settings: Settings, fault_names: Sequence[str]
+) -> tuple[Settings, tuple[Fault, ...]]:
+    """Ranks that die with their KV arrays while peers that have no processor hold up the start of an engine: they are
+    up again before it is."""
+    holds = [name for name in ("stop peer", "stop peer", "stop peer", "slow thread") if name in fault_names]
+    kills = [name for name in ("kill all ranks", "kill rank") if name in fault_names]
+    faults = list[Fault]()
+    for _ in range(choose.choice((1, _MOST_STARTS))):
+        step = choose.randrange(1, _STEPS_OF_START)
+        for after, names in ((0, holds), (choose.randrange(100), kills), (choose.randrange(100), kills)):
+            if names:
+                name, target, seconds = choose.choice(names), choose.randrange(64), choose.choice(_START_SECONDS)
+                faults.append(Fault(step + after, name, target, seconds, _AT_START))
+    faults.sort(key=lambda fault: fault.at_step)
+    return msgspec.structs.replace(settings, kv_owner="transfer"), tuple(faults)
 
 
 def _hand_overs(choose: random.Random, settings: Settings, num_acts: int) -> tuple[Settings, _Users, list[str]]:
@@ -189,6 +217,8 @@ def _hand_overs(choose: random.Random, settings: Settings, num_acts: int) -> tup
     if choose.random() < _ALONE_SHARE:  # else a reset of one takes back what the others have offered
         settings = msgspec.structs.replace(settings, num_users=1)
     num_rounds = max(1, num_acts // 4)
+    if settings.memory_error_share:
+        settings = msgspec.structs.replace(settings, memory_error_share=_OFTEN)
     has_new_weights = settings.num_users == 1 and choose.random() < _NEW_WEIGHTS_SHARE
     roles = ("admit", "offer", "rest" if has_new_weights else "reset", "end"), ("receive", "rest", "end", "end")
     owners_weights = choose.randrange(1 + num_rounds // 2) if has_new_weights else num_rounds
@@ -243,8 +273,8 @@ def _some(choose: random.Random, names: Sequence[str], settings: Settings) -> Se
 
 def _fault(choose: random.Random, step: int, names: Sequence[str]) -> Fault:
     name = choose.choice(names)
-    phases = next((phases for word, phases in _LIKELY.items() if word in name), PHASES)
-    phase = choose.choice(choose.choice((PHASES, phases)))
+    phases = next((phases for word, phases in _LIKELY.items() if word in name), _AFTER_START)
+    phase = choose.choice(choose.choice((_AFTER_START, phases)))
     seconds = choose.choice(_LONG_SECONDS if any(word in name for word in _LASTING) else SECONDS)
     return Fault(step, name, choose.randrange(64), seconds, phase)
 
@@ -266,7 +296,7 @@ def _settings(choose: random.Random, fault_names: tuple[str, ...]) -> Settings:
         eviction_policy=choose.choice(("lru", "lru", "fifo", "lfu", "slru", "priority", "reuse")),
         recompute_last_token=choose.random() < 0.3,
         num_store_blocks=choose.choice((24, 128)),
-        memory_error_share=choose.choice((0.0, 0.0, 0.0, 0.03, 0.15) if "memory errors" in fault_names else _NEVER),
+        memory_error_share=choose.choice((0.0, 0.0, 0.0, 0.03, _OFTEN) if "memory errors" in fault_names else _NEVER),
         outside_error_share=choose.choice((0.0, 0.0, 0.0, 0.003, 0.03) if "outside errors" in fault_names else _NEVER),
     )
 

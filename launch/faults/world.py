@@ -15,6 +15,7 @@ from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.errors import CacheError
 from fastdeploy_cache.launch.faults.engine import TASK_SECONDS, StoryEngine
 from fastdeploy_cache.launch.faults.fault_kinds import FAULTS
+from fastdeploy_cache.launch.faults.machine import SIGKILL_STATUS, SimulatedProcess
 from fastdeploy_cache.launch.faults.scheduler import FOREVER
 from fastdeploy_cache.launch.faults.simulated_host import SimulatedHost
 from fastdeploy_cache.launch.faults.simulation import Simulation
@@ -27,6 +28,7 @@ _VERB_SECONDS = 0.5  # beside what a verb was given to wait: a turn of others, a
 _START_AGAIN_SECONDS = 3.0
 _MOST_STEPS_LATE, _LOOK_EVERY = 2000, 4  # of a fault that waits for a phase
 _MOST_STEPS = 1_000_000
+_STARTED = {"transfer_manager": "rank"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class World:
         self.engines = [StoryEngine(self, number, story.settings, users) for number, users in enumerate(story.users)]
         self.stalls: list[tuple[float, float]] = []  # when faults have held threads or processes of engines
         self._faults = sorted(story.faults, key=lambda fault: fault.at_step)
-        self._is_over = False
+        self._lives: dict[int, SimulatedProcess] = {}  # of engines, by their number
 
     # -- what engines ask
 
@@ -148,11 +150,12 @@ class World:
             machine = self.simulation.machine
             while not engine.is_done:
                 process = machine.begin("engine", engine.main, parent=machine.process)
+                self._lives[engine.number] = process
                 ended = partial(getattr, process, "is_dead")
                 self.simulation.scheduler.wait((process.ended,), ended, FOREVER, "wait")
                 machine.reap(process)
                 if not engine.is_done:
-                    self.counts["engine deaths"] += 1
+                    self.counts["engine deaths"] += process.exit_status == SIGKILL_STATUS
                     self.simulation.sleep(_START_AGAIN_SECONDS)
             return 0
 
@@ -203,16 +206,24 @@ class World:
         FAULTS[fault.name](self, fault)
 
     def phases(self) -> set[str]:
-        """What is going on now: of requests, of transfers, of jobs of storage."""
+        """What is going on now: of requests, transfers, jobs of storage, and processes of engines that start."""
         found = set[str]()
         for engine in self.engines:
             found |= {f"request: {user.verb}" for user in engine.users}
             cache = engine.cache
             if cache is None:
+                found |= {f"start: {_STARTED.get(p.program, p.program)}" for p in self._children_of(engine)}
                 continue
             for what, client in _clients(cache):
                 found.update(_task_phases(what, client))
         return found
+
+    def _children_of(self, engine: StoryEngine) -> Iterator[SimulatedProcess]:
+        """Living ones of its present life."""
+        parent = self._lives.get(engine.number)
+        for process in self.simulation.machine.processes.values():
+            if process.parent is parent is not None and not process.is_dead:
+                yield process
 
     @property
     def has_stalled(self) -> bool:

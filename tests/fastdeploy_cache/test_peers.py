@@ -8,58 +8,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from fastdeploy_cache import KVLayout, PeerConfig, Request, StorageConfig, TransferConfig
+from fastdeploy_cache import Request, StorageConfig
 from fastdeploy_cache.errors import ConfigError, PeerRefusedError, PromptTooLongError, RequestError
 from fastdeploy_cache.peers import receives
 from fastdeploy_cache.peers.receives import PeerReceives
 from fastdeploy_cache.transfer_manager.peer.offer import Offer, prompt_digest
 from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner, make_secret
 from tests.rigs.cache_model import CacheModel
-from tests.rigs.simulated_peers import SimulatedPeers
+from tests.rigs.simulated_pair import TEXT, SimulatedPair
 from tests.rigs.simulated_storage import SimulatedStorage
-
-TEXT = [(5 * i * i) % 7 for i in range(44)]
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2)
-
-
-class Pair:
-    """Two instances; the first computes."""
-
-    def __init__(self, secret_file: str | None = None, **settings: Any) -> None:
-        self._network: list[SimulatedPeers] = []
-        self._secret_file = secret_file
-        self.a, self.b = (self._model(name, **settings) for name in ("a", "b"))
-
-    def _model(self, name: str, num_gpu: int = 30, num_cpu: int = 20, **settings: Any) -> CacheModel:
-        return CacheModel(
-            4,
-            num_gpu,
-            num_cpu,
-            peers=lambda memory: SimulatedPeers(name, self._network, memory),
-            layout=LAYOUT,
-            peer=PeerConfig(weights_id="w", name=name, secret_file=self._secret_file),
-            transfer=TransferConfig(),
-            **settings,
-        )
-
-    def go_on(self) -> None:
-        """Let everything between the instances happen."""
-        for end in self._network:
-            for receive in list(end.receives):
-                end.read(receive, 100)
-                if not end.confirm(receive) and receive.send is None:
-                    end.fail(receive, "gone: it is over")
-            for send in list(end.sends.values()):
-                if send.is_over or send.why:
-                    end.end_send(send, send.why)
 
 
 @pytest.fixture
-def pair() -> Pair:
-    return Pair()
+def pair() -> SimulatedPair:
+    return SimulatedPair()
 
 
-def test_what_runs_ahead_of_loads_is_not_offered_as_computed(pair: Pair) -> None:
+def test_what_runs_ahead_of_loads_is_not_offered_as_computed(pair: SimulatedPair) -> None:
     """An offer made while its blocks still load has none of them; where the load fails, the send does, too."""
     a, b = pair.a, pair.b
     a.serve_and_copy(TEXT)
@@ -79,7 +44,7 @@ def test_what_runs_ahead_of_loads_is_not_offered_as_computed(pair: Pair) -> None
     assert receive.reason is not None and send.reason == "failed"
 
 
-def test_a_load_that_comes_makes_it_computed(pair: Pair) -> None:
+def test_a_load_that_comes_makes_it_computed(pair: SimulatedPair) -> None:
     """The same where the load succeeds: after `confirm` the next commit tells."""
     a, b = pair.a, pair.b
     a.serve_and_copy(TEXT)
@@ -96,7 +61,9 @@ def test_a_load_that_comes_makes_it_computed(pair: Pair) -> None:
     assert receive.succeeded and send.succeeded
 
 
-def test_a_receive_that_cannot_land_is_told_and_holds_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receive_that_cannot_land_is_told_and_holds_nothing(
+    pair: SimulatedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For want of memory, say: who waits for it hears of it, and its blocks are free."""
     a, b = pair.a, pair.b
     live = a.must_match(TEXT)
@@ -118,8 +85,8 @@ def test_a_receive_that_cannot_land_is_told_and_holds_nothing(pair: Pair, monkey
     assert (stats.gpu.num_free, stats.num_failed_steps["landing"], stats.num_open_receives) == (30, 1, 0)
 
 
-def test_a_metric_that_raises_loses_no_transfer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ends hear of theirs, and what has come is cached."""
+def test_a_metric_that_raises_loses_no_transfer(pair: SimulatedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends hear of theirs, and what has come is cached. An offer for another prompt is refused, as ever."""
     a, b = pair.a, pair.b
 
     def fail(*_: object) -> None:
@@ -130,6 +97,8 @@ def test_a_metric_that_raises_loses_no_transfer(pair: Pair, monkeypatch: pytest.
     live = a.must_match(TEXT)
     assert a.allocate(live, 11)
     send = a.cache.peers.offer(live.request)
+    with pytest.raises(PeerRefusedError):
+        b.cache.peers.receive(Request(request_id="other", prompt_token_ids=TEXT[::-1]), send.offer)
     receive = b.cache.peers.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
     a.compute(live, len(TEXT))
     for _ in range(3):
@@ -138,7 +107,7 @@ def test_a_metric_that_raises_loses_no_transfer(pair: Pair, monkeypatch: pytest.
     assert b.cache.stats().num_failed_steps["metrics"] and b.cache.stats().num_open_receives == 0
 
 
-def test_what_is_open_is_counted(pair: Pair) -> None:
+def test_what_is_open_is_counted(pair: SimulatedPair) -> None:
     """From the verb to the end, on each side its own."""
     a, b = pair.a, pair.b
     live = a.must_match(TEXT)
@@ -154,7 +123,7 @@ def test_what_is_open_is_counted(pair: Pair) -> None:
     assert send.succeeded and counts == [(0, 0), (0, 0)]
 
 
-def test_a_store_of_other_weights_ends_transfers(pair: Pair) -> None:
+def test_a_store_of_other_weights_ends_transfers(pair: SimulatedPair) -> None:
     """Attaching it forgets all that others of the old weights may still ask for, and offers are of the new ones."""
     a, b = pair.a, pair.b
     live = a.must_match(TEXT)
@@ -170,7 +139,7 @@ def test_a_store_of_other_weights_ends_transfers(pair: Pair) -> None:
         b.cache.peers.receive(Request(request_id="b", prompt_token_ids=TEXT), a.cache.peers.offer(live.request).offer)
 
 
-def test_weights_that_change_while_a_receive_is_checked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_change_while_a_receive_is_checked(pair: SimulatedPair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check hashes the prompt without the lock: new weights meanwhile make it another instance."""
     a, b = pair.a, pair.b
     live = a.must_match(TEXT)
@@ -189,7 +158,7 @@ def test_weights_that_change_while_a_receive_is_checked(pair: Pair, monkeypatch:
         b.cache.peers.receive(Request(request_id="b", prompt_token_ids=TEXT), offer)
 
 
-def test_numbers_of_steps_rise_and_are_used_once(pair: Pair) -> None:
+def test_numbers_of_steps_rise_and_are_used_once(pair: SimulatedPair) -> None:
     """Layers that were marked under a number say nothing of another step: it is refused."""
     a = pair.a
     live = a.must_match(TEXT)
@@ -204,7 +173,7 @@ def test_numbers_of_steps_rise_and_are_used_once(pair: Pair) -> None:
     a.cache.peers.begin_step(live.request, 24, 6)
 
 
-def test_a_step_that_does_less_than_announced_fails_the_send(pair: Pair) -> None:
+def test_a_step_that_does_less_than_announced_fails_the_send(pair: SimulatedPair) -> None:
     """Readers may have read layers of blocks that will be computed again."""
     a = pair.a
     live = a.must_match(TEXT)
@@ -216,7 +185,7 @@ def test_a_step_that_does_less_than_announced_fails_the_send(pair: Pair) -> None
     assert send.reason == "failed" and "5 of the 10 blocks" in str(send.error)
 
 
-def test_updates_wait_for_each_other(pair: Pair) -> None:
+def test_updates_wait_for_each_other(pair: SimulatedPair) -> None:
     """While a rank has not answered one, what comes meanwhile goes together with the next."""
     a, b = pair.a, pair.b
     assert a.peers is not None
@@ -236,7 +205,7 @@ def test_updates_wait_for_each_other(pair: Pair) -> None:
     assert receive.succeeded and send.succeeded
 
 
-def test_an_update_that_is_lost_fails_the_send(pair: Pair) -> None:
+def test_an_update_that_is_lost_fails_the_send(pair: SimulatedPair) -> None:
     """A rank that has not heard of blocks could never name them."""
     a = pair.a
     assert a.peers is not None
@@ -253,7 +222,7 @@ def test_an_update_that_is_lost_fails_the_send(pair: Pair) -> None:
 
 def test_a_prompt_that_can_never_fit_is_no_shortage() -> None:
     """Asking again would not help."""
-    pair = Pair()
+    pair = SimulatedPair()
     small = pair._model("small", num_gpu=5)
     live = pair.a.must_match(TEXT)
     assert pair.a.allocate(live, 11)
@@ -264,10 +233,10 @@ def test_a_prompt_that_can_never_fit_is_no_shortage() -> None:
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Pair:
+def group(tmp_path: Path) -> SimulatedPair:
     """A pair that shares a secret."""
     make_secret(tmp_path / "secret")
-    return Pair(secret_file=str(tmp_path / "secret"))
+    return SimulatedPair(secret_file=str(tmp_path / "secret"))
 
 
 def refused(model: CacheModel) -> dict[str, float]:
@@ -277,7 +246,7 @@ def refused(model: CacheModel) -> dict[str, float]:
     return {s.labels["peer"]: s.value for s in samples if s.labels["reason"] == "refused" and s.value}
 
 
-def test_an_offer_of_the_group_is_taken(group: Pair) -> None:
+def test_an_offer_of_the_group_is_taken(group: SimulatedPair) -> None:
     """Signed by one, opened by the other: the blocks come."""
     live = group.a.must_match(TEXT)
     assert group.a.allocate(live, 11)
@@ -288,7 +257,9 @@ def test_an_offer_of_the_group_is_taken(group: Pair) -> None:
 
 
 @pytest.mark.parametrize("is_signed_again", [False, True])
-def test_an_offer_of_one_prompt_made_into_one_of_another_is_refused(group: Pair, is_signed_again: bool) -> None:
+def test_an_offer_of_one_prompt_made_into_one_of_another_is_refused(
+    group: SimulatedPair, is_signed_again: bool
+) -> None:
     """A stranger has a true offer, and would have its blocks cached under a prompt that others ask for: nothing is
     fetched, no block is taken, and whose name it used is not counted."""
     a, b = group.a, group.b
@@ -308,7 +279,7 @@ def test_an_offer_of_one_prompt_made_into_one_of_another_is_refused(group: Pair,
     assert refused(b) == {"others": 2}
 
 
-def test_a_true_offer_for_another_prompt_is_refused(group: Pair) -> None:
+def test_a_true_offer_for_another_prompt_is_refused(group: SimulatedPair) -> None:
     """Replayed with other tokens, or in another namespace."""
     live = group.a.must_match(TEXT)
     assert group.a.allocate(live, 11)
@@ -323,14 +294,14 @@ def test_a_true_offer_for_another_prompt_is_refused(group: Pair) -> None:
 
 
 @pytest.mark.parametrize("offer", [None, "abc", 12, [1]])
-def test_no_offer_at_all(pair: Pair, offer: Any) -> None:
+def test_no_offer_at_all(pair: SimulatedPair, offer: Any) -> None:
     """What is no bytes is refused as such."""
     with pytest.raises(PeerRefusedError, match="an offer is bytes"):
         pair.b.cache.peers.receive(Request(request_id="b", prompt_token_ids=TEXT), offer)
 
 
 @pytest.mark.parametrize("weights_id", [5, "  "])
-def test_names_of_weights_are_checked_before_anything_changes(pair: Pair, weights_id: Any) -> None:
+def test_names_of_weights_are_checked_before_anything_changes(pair: SimulatedPair, weights_id: Any) -> None:
     """Without a store, too."""
     pair.a.serve(TEXT, stays=False, patient=True)
     with pytest.raises(ConfigError):
@@ -338,7 +309,7 @@ def test_names_of_weights_are_checked_before_anything_changes(pair: Pair, weight
     assert pair.a.cache.blocks.lookup(Request(request_id="x", prompt_token_ids=TEXT)).num_blocks == 11
 
 
-def test_new_weights_are_named_whatever_else_fails(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_weights_are_named_whatever_else_fails(pair: SimulatedPair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offers under the old name would be taken for ours: a failing end of receives does not keep it."""
 
     def fail(self: PeerReceives) -> None:

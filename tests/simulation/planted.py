@@ -81,6 +81,10 @@ ALL = (
     ),
     # -- what is forgotten
     _planted(
+        "a landing of an older epoch joins",
+        ("books.arrivals", "land", "if succeeded and run.epoch == tree.epoch:", "if succeeded:"),
+    ),
+    _planted(
         "a request publishes after a reset",
         (
             "requests.publisher",
@@ -273,7 +277,38 @@ ALL = (
             "mine.is_answered, mine.why = True, None",
         ),
     ),
+    _planted(
+        "new arrays while the peers start are told to nobody",
+        ("peers.peers", "Peers.open", "if generations.last_gpu_loss != last_loss else ()", "if False else ()"),
+    ),
     # -- where a copy fails, memory runs out, or something outside raises
+    _planted(
+        "a write that got no memory stays in the queue",
+        (
+            "storage.writes",
+            "StorageWrites._start_writes",
+            "except MemoryError:  # left",
+            "except ZeroDivisionError:  #",
+        ),
+    ),
+    _planted(
+        "a copy that got no memory keeps its pin",
+        (
+            "requests.matcher",
+            "Matcher._copy_last",
+            "finally:\n        self._tree.move_pin(with_source, None, 0)",
+            "finally:\n        pass",
+        ),
+    ),
+    _planted(
+        "a commit that got no memory counts",
+        (
+            "requests.publisher",
+            "Publisher.commit",
+            "active.num_computed_tokens, active.trail.stepped_at = num_before, stepped_at",
+            "pass",
+        ),
+    ),
     _planted(
         "a receive that got no memory keeps its pin",
         ("peers.receives", "PeerReceives.begin", "tree.move_pin(pin, None, 0)\n        raise", "raise"),
@@ -347,9 +382,12 @@ def _rewritten(rewrite: Rewrite) -> Iterator[None]:
     source = _SOURCES.get(before) or textwrap.dedent(inspect.getsource(function))
     assert source.count(rewrite.old) == 1, f"{rewrite.function} has {rewrite.old!r} {source.count(rewrite.old)} times"
     changed = source.replace(rewrite.old, rewrite.new)
-    body = changed[changed.index("def ") :]  # without decorators
+    decorators = changed[: changed.index("def ")]
+    # at its own lines, since memory runs out by line
+    num_above = before.co_firstlineno - 1 + (0 if before in _SOURCES else decorators.count("\n"))
+    text = "from __future__ import annotations" + num_above * "\n" + changed.removeprefix(decorators)
     names: dict[str, Any] = {}
-    exec(compile("from __future__ import annotations\n" + body, before.co_filename, "exec"), dict(vars(module)), names)
+    exec(compile(text, before.co_filename, "exec"), dict(vars(module)), names)
     (made,) = [each for each in names.values() if getattr(each, "__name__", "") == function.__name__]
     _SOURCES[made.__code__] = changed  # another rewrite of the same function goes on from it
     function.__code__ = made.__code__

@@ -50,6 +50,7 @@ def test_it_says_what_it_saw() -> None:
     document = json.loads(result.stdout)
     assert document["num_steps"] >= 20000 and document["counts"]["blocks compared"] > 0
     assert document["found"] == [] and not document["interrupted"]
+    assert (document["seed"], document["faults_drawn"]) == (3, list(ALL_FAULTS)) and document["version"]
     assert all(name in ALL_FAULTS for name in document["met"])
 
 
@@ -59,8 +60,9 @@ def test_it_says_what_it_saw() -> None:
         (["--faults", "kill rank,kil storage"], "'kil storage' is no fault; known: kill rank,"),
         (["--story", "not-there.json"], "No such file or directory"),
         (["--faults", ","], "--faults names none; known: kill rank,"),
-        (["--story", "any.json", "--faults", "kill rank"], "takes neither --faults nor --json"),
-        (["--story", "any.json", "--json", "-"], "takes neither --faults nor --json"),
+        (["--story", "any.json", "--faults", "kill rank"], "it takes no other option"),
+        (["--story", "any.json", "--json", "-"], "it takes no other option"),
+        (["--story", "any.json", "--minutes", "9"], "it takes no other option"),
         (["--steps", "1", "--json", "/dev/full"], "cannot write /dev/full: No space left on device"),
         (["--minutes", "0"], "Invalid value for '--minutes'"),
         (["--minutes", "inf"], "Invalid value for '--minutes'"),
