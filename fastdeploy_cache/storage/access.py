@@ -119,9 +119,7 @@ class StorageAccess:
             with self._books:
                 tier.detach()  # also what had been told of it, such as what to copy down
             client.stop()
-            with self._books:
-                self._beside.remove(tier)
-            tier.close()
+            self._close_idle()
             raise
 
     def detach(self) -> None:
@@ -144,6 +142,9 @@ class StorageAccess:
             tier.detach()
             self._beside.append(tier)
         tier.link.client.stop()
+        self._close_idle()
+
+    def _close_idle(self) -> None:
         with self._books:  # the last answers are in: hand over what they led to
             # But for those of a store whose thread hangs in a callback, or gets no processor: they come later, and the
             # blocks are its own until then.

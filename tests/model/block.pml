@@ -9,7 +9,6 @@
  * known class of fault back: `-DFREE_AT_KILL` and so on. With -DREPLAY each step has to be the next one of a trace.
  *
  * What is left out: ids and tokens, the order of tasks in a lane, layers, time. What may be late may be late for ever.
- *
  * FAULTS: SWITCH_EARLY FREE_AT_KILL FAIL_AS_OK LAND_OLD COMMIT_OLD NO_PIN NO_DEFER CANCEL_ENDS COUNT_TWICE ONE_FORGET
  *         ACCEPT_TORN FORGET_AT_REAP KEEP_QUEUE
  */
@@ -316,7 +315,7 @@ CANCEL_STEP(t)
        :: COUNT_AGAIN(c, t, r) :: else fi;
 #ifdef COUNT_TWICE
 #define COUNT_AGAIN(c, t, r) \
-    job[t].phase == FLIGHT && job[t].client == c && job[t].heard[r] != NOTHING && job[t].waiting > 0 -> job[t].waiting--;
+    job[t].phase == FLIGHT && job[t].client == c && job[t].heard[r] != NOTHING && job[t].waiting -> job[t].waiting--;
 #else
 #define COUNT_AGAIN(c, t, r) false -> skip;
 #endif

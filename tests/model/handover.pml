@@ -3,8 +3,9 @@
  * owner's memory, rank by rank. The reader lets it join its cache only after the last word of each rank of the owner,
  * which that says while it still holds the blocks. A model of `transfer_manager/peer` and `fastdeploy_cache/peers`.
  *
- * Any message may be late, also for ever, which is as if it were lost, or overtaken by others. Any process may die, and each side may give up at any time. A receive
- * that has failed may be followed by another one of the same offer. The owner's engine may die and begin again.
+ * Any message may be late, also for ever, which is as if it were lost, or overtaken by others. Any process may die, and
+ * each side may give up at any time. A receive that has failed may be followed by another one of the same offer. The
+ * owner's engine may die and begin again.
  *
  * Each name in FAULTS brings a known class of fault back: `-DNO_LAST_WORD` and so on.
  *
@@ -174,7 +175,8 @@ inline fail(r) {
 :: atomic { OWNER_RUNS(r) && owner[r].send == OPEN && life == 1 && !owner[r].knows_all -> owner[r].knows_all = 1 } \
 /* it is late, its reader is silent, or its engine has cancelled it */ \
 :: atomic { HAS_DEADLINE && OWNER_RUNS(r) && owner[r].send == OPEN -> end_send(r, ENDED) } \
-:: atomic { is_sent && owner[r].heard == NOTHING && owner[r].send == READ_WELL && OWNER_RUNS(r) -> owner[r].heard = OK } \
+:: atomic { is_sent && owner[r].heard == NOTHING && owner[r].send == READ_WELL && OWNER_RUNS(r) -> \
+    owner[r].heard = OK } \
 :: atomic { is_sent && owner[r].heard == NOTHING && owner[r].send == ENDED && OWNER_RUNS(r) -> owner[r].heard = BAD } \
 :: atomic { OWNER_RUNS(r) && num_owner_deaths < MAX_DEATHS -> \
     owner[r].process = DEAD; num_owner_deaths++ } \
