@@ -1,12 +1,12 @@
 # Sourced by .ci/run: this checkout as a stranger meets it, in a Debian that has Python and nothing else.
 # A pristine root is made once for each release and kept as an archive; each run unpacks it anew. What tells pip and apt
-# where packages come from is bound into it at its own place, read-only, and never copied. It needs root. Whoever sources
-# this calls `bare_end` however it ends.
+# where packages come from is bound into it at its own place, read-only, and never copied. It needs root. Whoever
+# sources this calls `bare_end` however it ends.
 
 BARE_FOLDER="$(realpath -m "${FASTDEPLOY_CACHE_CI_FOLDER:-/var/cache/fastdeploy_cache-ci}")" # as mounts name it
 BARE_ROOT=""
 
-# bare_begin RELEASE: unpacks its root into BARE_ROOT and binds what it needs. False: it cannot be had; said in one line.
+# bare_begin RELEASE: unpacks its root into BARE_ROOT and binds what it needs. False, and a line: it cannot be had.
 # It is called where `set -e` is off, so each step says what becomes of its failure.
 bare_begin() {
     local release="$1" path
@@ -54,7 +54,8 @@ bare_end() {
     while read -r place; do umount --lazy "$place" || true; done < <(
         awk -v root="$root/" 'index($5, root) == 1 { print $5 }' /proc/self/mountinfo | tac
     )
-    if grep -qF " $root/" /proc/self/mountinfo || [ -n "$(ls -A "$root/dev" "$root/proc" 2>/dev/null | grep -v :)" ]; then
+    if grep -qF " $root/" /proc/self/mountinfo ||
+        [ -n "$(ls -A "$root/dev" "$root/proc" 2>/dev/null | grep -v :)" ]; then
         say "something is still mounted below $root; it is left there"
     else
         rm -rf --one-file-system "$root"

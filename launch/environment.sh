@@ -77,7 +77,7 @@ need_packages() {
     fi
 }
 
-# with_clock WORDS COMMAND...: runs it; on a terminal a line counts the seconds, and the size of what is in .venv by then
+# with_clock WORDS COMMAND...: runs it; on a terminal a line counts the seconds, and the size of what .venv has by then
 with_clock() {
     local words="$1" ticker="" status=0
     shift
@@ -104,7 +104,8 @@ install() {
     local extras="$1" extra wanted missing="" model="" size=""
     case ",$extras," in *,demo,*) model=1 ;; esac # and PaddlePaddle, which runs it
     make_venv "$model"
-    wanted="$ROOT $("$PYTHON" --version) $(cat "$ROOT/setup.py" "$ROOT"/fastdeploy_cache/{_native,books/id_table}.c | cksum)"
+    wanted="$(cat "$ROOT/setup.py" "$ROOT"/fastdeploy_cache/{_native,books/id_table}.c | cksum)"
+    wanted="$ROOT $("$PYTHON" --version) $wanted"
     for extra in ${extras//,/ }; do
         [ "$(cat "$VENV/.installed-$extra" 2>/dev/null)" = "$wanted" ] || missing=1
     done

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts a group in the background: instances that compute prompts, instances that answer, and a router in front of them.
+# Starts a group in the background: instances that compute prompts, instances that answer, and a router before them.
 #   start_prefill_decode.sh [--prefill N] [--decode N] [--prefill-ranks N] [--decode-ranks N]
 #                           [--host ADDRESS] [--port PORT] [options of `fastdeploy-cache serve` for every instance]
 #   start_prefill_decode.sh --status     exit status 3 when nothing of it runs, 4 when not all of it does
