@@ -146,8 +146,7 @@ class StorageAccess:
 
     def _close_idle(self) -> None:
         with self._books:  # the last answers are in: hand over what they led to
-            # But for those of a store whose thread hangs in a callback, or gets no processor: they come later, and the
-            # blocks are its own until then.
+            # But for a store whose thread hangs in a callback, or gets no processor: its blocks are its own until then.
             ended = [each for each in self._beside if each.is_idle]
             self._beside = [each for each in self._beside if each not in ended]
             for each in ended:
