@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 
 from fastdeploy_cache.errors import CodecError, IPCError
 from fastdeploy_cache.ipc.codec import Int32Array, decode, encode, pack_int32, unpack_int32
+from tests.rigs.source_map import ROOT
 
 
 class Move(msgspec.Struct, frozen=True, tag="move"):
@@ -125,3 +127,24 @@ def test_threads_may_read_their_first_message_at_the_same_time() -> None:
     command = [sys.executable, "-c", _MANY_AT_ONCE]
     said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert not said.returncode, (said.returncode, said.stderr)
+
+
+READ_BY_ONE_THREAD = {  # commands
+    "launch/engines/results.py", "launch/engines/vllm_plan.py", "launch/faults/story.py", "launch/simulator/trace.py",
+}  # fmt: skip
+_GIVES_A_TYPE = re.compile(r"msgspec\.(?:json\.decode|msgpack\.decode|convert)\((?P<rest>.*)")
+
+
+def gives_its_own(line: str) -> bool:
+    """Whether a line gives msgspec a type of ours that was not taken apart before."""
+    found = _GIVES_A_TYPE.search(line)
+    is_typed = found is not None and (", " in found["rest"])
+    return is_typed and "taken_apart(" not in line and "tuple[int, ...]" not in line
+
+
+def test_types_are_taken_apart_before_msgspec_reads_them() -> None:
+    """By everything that may run in two threads, wherever it lies."""
+    packages = ("fastdeploy_cache", "transfer_manager", "ipc", "metrics", "launch")
+    paths = [path for package in packages for path in (ROOT / package).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)) for path in paths if any(map(gives_its_own, path.read_text().splitlines()))}
+    assert found == READ_BY_ONE_THREAD
