@@ -16,6 +16,7 @@ from fastdeploy_cache.launch.engines.progress import processes
 
 _PER_SECOND = 1000
 _PR_SET_PDEATHSIG = 1
+_SHARED = "/memfd:"
 
 
 class RealHost:
@@ -68,11 +69,17 @@ class RealHost:
         """See `Host`."""
         left = {
             "processes": [str(pid) for pid in children_of(os.getpid())],
-            # a mapping has a descriptor of its own, which lives as long as the model looks through it
-            "descriptors": sorted(each for each in set(descriptors()) - self._descriptors if "/memfd:" not in each),
+            "descriptors": sorted(each for each in self._new_descriptors() if _SHARED not in each),
             "threads": [each.name for each in set(threading.enumerate()) - self._threads],
         }
         return {what: names for what, names in left.items() if names}
+
+    def shared_memory(self) -> list[str]:
+        """The descriptors of shared memory; each mapping has one, which lives as long as somebody looks through it."""
+        return sorted(each for each in self._new_descriptors() if _SHARED in each)
+
+    def _new_descriptors(self) -> set[str]:
+        return set(descriptors()) - self._descriptors
 
 
 def die_with_parent() -> None:

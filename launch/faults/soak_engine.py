@@ -233,7 +233,10 @@ def main() -> int:
     while not (stage.engine.is_done or stage.findings):
         if stage.engine.main() and not stage.findings:
             stage.host.sleep(_AGAIN_SECONDS)  # what was refused is not asked for again at once
+        stage.engine.bury()
         gc.collect()  # a closed cache is a heap of cycles: left to the collector's own time, it would look like a leak
+        if left := stage.machine.shared_memory():  # only now: it is there as long as the model looks through it
+            stage.find("shared memory left behind", ", ".join(left))
     stage.report(is_done=stage.engine.is_done)
     return 0 if stage.engine.is_done else 1
 

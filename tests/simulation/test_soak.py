@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from fastdeploy_cache.launch.cli import app
 from fastdeploy_cache.launch.faults import soak, soak_engine
 from fastdeploy_cache.launch.faults.kv_bytes import KVBytes
+from fastdeploy_cache.launch.faults.real_host import RealHost
 from fastdeploy_cache.launch.faults.soak_engine import EndlessActs, SoakStage
 from fastdeploy_cache.launch.faults.soak_faults import SOAK_FAULTS
 from fastdeploy_cache.launch.faults.soak_lines import EngineTask
@@ -157,3 +158,14 @@ def test_acts_follow_from_the_seed_and_end_with_the_time() -> None:
     assert len(Counter(first[at].verb for at in range(batch))) > 8 and len(first) > 10**9
     over.set()
     assert len(first) == 0
+
+
+def test_shared_memory_that_stays_is_seen() -> None:
+    """By its name, and apart from other descriptors, until it is closed."""
+    host = RealHost(0)
+    host.note_own()
+    fd = os.memfd_create("cpu-blocks")
+    assert [each.partition("memfd:")[2][:10] for each in host.shared_memory()] == ["cpu-blocks"]
+    assert "descriptors" not in host.left_behind()
+    os.close(fd)
+    assert not host.shared_memory()
