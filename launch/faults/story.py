@@ -74,7 +74,7 @@ _PEER_SHARE = 0.4
 _ALONE_SHARE = 0.7
 _NEW_WEIGHTS_SHARE = 0.8  # of hand-overs by one user alone
 _HAND_OVER_SHARE = 0.4  # of these: one engine computes and offers, and takes back; the other one receives
-_ORDINARY_SHARE, _START_SHARE = 0.6, 0.75  # from the one before it to this one processes die while engines start
+_BOTH_SHARE, _START_SHARE = 0.6, 0.75  # up to here the same, and processes die at a start; or these with ordinary users
 _MOST_STARTS, _STEPS_OF_START, _START_SECONDS = 2, 200, (1.0, 4.0)
 _FEW_BLOCKS = 6  # of the CPU tier: fewer than a prompt may need
 _COME_BACK_SHARE = 0.4  # of the others with a store
@@ -87,7 +87,7 @@ _OF_STORES: Final = (
     ("power loss", "kill storage"), ("endless copies",), ("kill rank", "slow disk"), ("slow disk", "stop storage"),
 )  # fmt: skip
 _OF_LINKS: Final = ("late messages", "very late messages", "lost messages", "slow copies")
-_NUM_FAULTS: Final = (0, 4, 10, 20, 40)  # where a search is for one alone, as many as are met
+_NUM_FAULTS: Final = (0, 4, 10, 20, 40)  # one of the last two where a search has one kind of fault alone
 _NUM_ACTS = (40, 80, 150)  # of a user
 # as many at once as in a soak, where prefixes are long and shared by many
 CROWD: Final[dict[str, Any]] = {"num_users": 4, "num_gpu_blocks": 96, "num_cpu_blocks": 192, "num_store_blocks": 512}
@@ -177,7 +177,7 @@ def new_story(seed: int, fault_names: tuple[str, ...], most_acts: int = _NUM_ACT
     elif settings.has_peers and (share := by_itself.random()) < _START_SHARE:
         if share >= _HAND_OVER_SHARE:
             settings, early = _starts(by_itself, settings, fault_names)
-        if share < _ORDINARY_SHARE:
+        if share < _BOTH_SHARE:
             settings, users, likely = _hand_overs(by_itself, settings, num_acts)
     elif settings.has_store and by_itself.random() < _COME_BACK_SHARE:
         settings, users, likely = _come_backs(by_itself, settings, num_acts)
