@@ -266,18 +266,20 @@ class StorageReads:
         prefetch = piece.prefetch if piece is not None else self._lookups.pop(task_id)
         prefetch.num_in_flight -= 1
         prefetch.task_ids.discard(task_id)
-        if piece is not None:  # before what may fail: its blocks are noted nowhere else
-            self._end_piece(piece, result)
-        self._link.judge(result)
-        if piece is not None:
-            if result.error is None and result.num_blocks:
-                self._link.note_read(result)
-        elif result.error is None:
-            self._link.speeds.lookup.note(1, max(r.seconds for r in result.ranks))
-            num_present = min(result.num_blocks, prefetch.num_wanted)
-            if num_present >= self._limits.min_blocks and prefetch.epoch == self._tree.epoch:
-                prefetch.num_present = prefetch.num_found = num_present
-        self._answered.append(prefetch)
+        try:
+            if piece is not None:  # before what may fail: its blocks are noted nowhere else
+                self._end_piece(piece, result)
+            self._link.judge(result)
+            if piece is not None:
+                if result.error is None and result.num_blocks:
+                    self._link.note_read(result)
+            elif result.error is None:
+                self._link.speeds.lookup.note(1, max(r.seconds for r in result.ranks))
+                num_present = min(result.num_blocks, prefetch.num_wanted)
+                if num_present >= self._limits.min_blocks and prefetch.epoch == self._tree.epoch:
+                    prefetch.num_present = prefetch.num_found = num_present
+        finally:  # whatever fails: nobody else would end it, and a match may wait for its end
+            self._answered.append(prefetch)
 
     def _insert(self, piece: _Piece, num_good: int) -> int:
         prefetch, ids = piece.prefetch, piece.ids[:num_good]

@@ -14,6 +14,7 @@ from fastdeploy_cache.launch.faults.story import BLOCK_SIZE, Act
 _PATIENCE = (0.0, 0.05, 5.0)
 _HOLD_SECONDS = 0.0005
 _MOST_EVICTED = 4
+_FORGOTTEN = 8  # one copy out of so many
 
 T = TypeVar("T")
 
@@ -197,6 +198,10 @@ class CallerActs:
         self._publish(prompt)
         swap_out = self._blocks.copies.swap_out
         copy = self._begin(ids, "swap_out", lambda: swap_out(prompt.request, ids, generation=generation))
+        if act.third % _FORGOTTEN == 0:  # what comes of it now is of the past
+            first_step = user.world.host.num_steps
+            user.call("reset", user.cache.reset)
+            user.engine.committed.forget(first_step)
         if user.call("swap_out wait", lambda: copy.wait(patience), patience):
             self._note("swapped out", copy.num_blocks)
         self._give(ids)

@@ -128,6 +128,7 @@ class StoryEngine:
         """One life of the process: until its users have done all, or it dies."""
         self.num_lives += 1
         self.forget()
+        self.committed.forget(self.world.host.num_steps)
         self.stepping = self.world.host.new_lock()
         cache = self.cache = self._start()
         if cache is None:

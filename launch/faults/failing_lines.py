@@ -21,7 +21,7 @@ from fastdeploy_cache.policies.eviction import RANKING_POLICIES
 from fastdeploy_cache.policies.reuse import Reuse
 
 PACKAGE = Path(fastdeploy_cache.__file__).parent
-ROOMS = ("books", "policies", "movement", "requests", "storage", "peers", "callers")
+PLACES = ("books", "policies", "movement", "requests", "storage", "peers", "callers", "insight", "manager.py")
 # What asks for memory in proportion to blocks: it lengthens, cuts, joins or copies ids, tokens, hashes or heaps.
 _GROWING = {"extend", "frombytes", "heappush", "tolist"}
 _IDS = {"ids", "block_ids", "hashes", "duplicates", "sources", "new", "evicted", "known"}
@@ -65,11 +65,12 @@ def grows(node: ast.AST) -> bool:
 
 @functools.cache
 def growing_lines() -> frozenset[tuple[str, int]]:
-    """Every line of the manager's rooms that does: its file and its number."""
+    """Every line of the manager and its rooms that does: its file and its number."""
+    places = [PACKAGE / place for place in PLACES]
     return frozenset(
         (str(path), node.lineno)  # type: ignore[attr-defined]
-        for room in ROOMS
-        for path in sorted((PACKAGE / room).rglob("*.py"))
+        for place in places
+        for path in (sorted(place.rglob("*.py")) if place.is_dir() else [place])
         for node in ast.walk(ast.parse(path.read_text()))
         if grows(node)
     )

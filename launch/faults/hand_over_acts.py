@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 _PATIENCE = (0.05, 5.0)
 _MOST_LOOKS, _LOOK_SECONDS = 50, 0.02  # whether somebody reads what was offered
-_MAIL_SECONDS = 2.0
+_MAIL_SECONDS, _READY_SECONDS = 2.0, 4.0
+_WORKER_SHARE, _COMING_SECONDS = 0.8, (0.01, 0.1, 1.0)
 
 T = TypeVar("T")
 
@@ -70,6 +71,9 @@ class HandOverActs:
     def _offer(self, act: Act) -> None:
         """Hand a prompt over: to the next engine."""
         user = self._user
+        if not user.running:
+            user.admit(Act("admit", act.second, act.third, act.second))
+        self._wait_until_ready(act)
         if user.running:
             prompt = user.running[act.first % len(user.running)]
             prompt.send = self._change_offer(prompt.request, prompt.send)
@@ -114,8 +118,9 @@ class HandOverActs:
 
     def _receive(self, act: Act) -> None:
         """Take an offer, wait, and go on with it as with any prompt. `first`: 1 waits for an offer. `second`: odd takes
-        the newest one, and forgets the older ones."""
+        the newest one, and may forget the older ones."""
         user, host = self._user, self._user.world.host
+        self._wait_until_ready(act)
         deadline = host.now() + _MAIL_SECONDS * (act.first == 1)
         while not self._engine.mail and host.now() < deadline:
             host.sleep(_LOOK_SECONDS)
@@ -124,7 +129,7 @@ class HandOverActs:
             offer, tokens, namespace = self._engine.mail.pop() if is_newest else self._engine.mail.popleft()
         except IndexError:  # nothing has come, or another user of this engine was first
             return
-        if is_newest:
+        if is_newest and act.second % 4 == 1:
             self._engine.mail.clear()
         if len(user.running) >= MAX_RUNNING:
             user.end(act)
@@ -138,6 +143,11 @@ class HandOverActs:
             user.call("cancel_receive", lambda: self._cache.peers.cancel_receive(prompt.request))
             raise
 
+    def _wait_until_ready(self, act: Act) -> None:
+        """Most are patient: while a peer process starts, nothing is offered and nothing comes. `second`: see there."""
+        if act.second % 4:
+            self._user.call("wait_ready", lambda: self._cache.peers.wait_ready(_READY_SECONDS), _READY_SECONDS)
+
     def _has_received(self, request: Request, offer: bytes, patience: float) -> bool:
         """Whether all that was offered has come in time."""
         peers = self._cache.peers
@@ -145,4 +155,8 @@ class HandOverActs:
             receive = self._user.call("receive", lambda: peers.receive(request, offer))
         except (PeerError, OutOfBlocksError, PromptTooLongError):
             return False
+        engine, host = self._engine, self._user.world.host
+        if engine.workers is not None and host.chance.random() < _WORKER_SHARE:  # which dies while it comes
+            host.sleep(host.chance.choice(_COMING_SECONDS) * host.chance.random())
+            engine.workers.replace(host.chance.randrange(engine.settings.tp_size), self._user.call, lambda: None)
         return self._user.call("receive wait", lambda: receive.wait(patience), patience)

@@ -12,10 +12,11 @@ import msgspec
 
 from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
+from fastdeploy_cache.launch.faults.drawing import new_story
 from fastdeploy_cache.launch.faults.fault_kinds import FAULTS
 from fastdeploy_cache.launch.faults.simulation import on_one_core
 from fastdeploy_cache.launch.faults.stage import Watch
-from fastdeploy_cache.launch.faults.story import Act, Story, new_story
+from fastdeploy_cache.launch.faults.story import Act, Story
 from fastdeploy_cache.launch.faults.world import Outcome, StoryFinding, World
 
 NewWatch = Callable[[PrefixCacheManager], Watch]

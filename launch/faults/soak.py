@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
+from fastdeploy_cache.launch.faults.drawing import CROWD
 from fastdeploy_cache.launch.faults.soak_faults import SOAK_FAULTS, Stopped, Targets
 from fastdeploy_cache.launch.faults.soak_lines import (
     EngineReport,
@@ -29,7 +30,7 @@ from fastdeploy_cache.launch.faults.soak_lines import (
     line_of,
     read_line,
 )
-from fastdeploy_cache.launch.faults.story import CROWD, WRITE_POLICIES, Settings
+from fastdeploy_cache.launch.faults.story import WRITE_POLICIES, Settings
 from fastdeploy_cache.launch.interrupts import kept_from_children
 
 NUM_ENGINES: Final = 2  # they hand blocks to each other

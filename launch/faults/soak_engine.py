@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any, Final, overload
 
 from fastdeploy_cache import PrefixCacheManager
+from fastdeploy_cache.launch.faults.drawing import acts_for
 from fastdeploy_cache.launch.faults.engine import StoryEngine
 from fastdeploy_cache.launch.faults.real_host import RealHost, descriptors, die_with_parent, resident_bytes
 from fastdeploy_cache.launch.faults.soak_lines import (
@@ -32,7 +33,7 @@ from fastdeploy_cache.launch.faults.soak_lines import (
     read_line,
 )
 from fastdeploy_cache.launch.faults.stage import Host, Mail, Prefix, Watch, file_store
-from fastdeploy_cache.launch.faults.story import Act, Settings, acts_for
+from fastdeploy_cache.launch.faults.story import Act, Settings
 
 _SLACK_SECONDS = 10.0  # beside what a verb was given to wait: others' processes start on the same processors
 _TICK_SECONDS, _STALL_SECONDS, _REPORT_SECONDS = 0.1, 0.5, 1.0
@@ -73,7 +74,11 @@ class AnyPrefix:
     def add(self, prefix: Prefix) -> None:
         """See `Findable`."""
 
-    def __contains__(self, prefix: object) -> bool:
+    def forget(self, first_step: int) -> None:
+        """See `Findable`."""
+
+    def may_find(self, prefix: Prefix, *, is_old: bool) -> bool:
+        """See `Findable`."""
         return True
 
 

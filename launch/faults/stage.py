@@ -27,11 +27,17 @@ class Watch(Protocol):
 class Findable(Protocol):
     """Prefixes that may be found."""
 
-    def add(self, prefix: Prefix, /) -> None:
+    def add(self, prefix: Prefix) -> None:
         """One more is computed."""
         ...
 
-    def __contains__(self, prefix: object, /) -> bool: ...
+    def forget(self, first_step: int) -> None:
+        """The cache has forgotten all that was computed before that step."""
+        ...
+
+    def may_find(self, prefix: Prefix, *, is_old: bool) -> bool:
+        """Whether somebody has computed it; since the last reset, unless who finds it `is_old`, from before that."""
+        ...
 
 
 class Host(Protocol):

@@ -10,6 +10,7 @@ from fastdeploy_cache import Match, PrefixCacheManager, Request
 from fastdeploy_cache.errors import ClosedError, CommitError, LifeCycleError, OutOfBlocksError, PromptTooLongError
 from fastdeploy_cache.launch.faults.caller_acts import CallerActs
 from fastdeploy_cache.launch.faults.hand_over_acts import HandOverActs
+from fastdeploy_cache.launch.faults.kept import kept_of
 from fastdeploy_cache.launch.faults.stage import GivenUpError, Home
 from fastdeploy_cache.launch.faults.story import BLOCK_SIZE, LONGEST, MAX_RUNNING, NUM_TEXTS, Act
 from fastdeploy_cache.launch.faults.whole_acts import WholeActs
@@ -83,16 +84,20 @@ class StoryUser:
         while self.running:
             self.leave(self.running[-1])
 
-    def call(self, verb: str, call: Callable[[], T], limit_seconds: float = 0.0) -> T:
-        """Call a verb, which has to come back in time. Where it got no memory it has left no trace: it is called again
-        until it gets some, or is given up, by `GivenUpError`."""
+    def call(self, verb: str, call: Callable[[], T], limit_seconds: float = 0.0, of: Request | None = None) -> T:
+        """Call a verb, which has to come back in time; one that is refused leaves the request that it is `of` as it
+        was. Where it got no memory it is called again until it gets some, or is given up, by `GivenUpError`."""
         self.verb, host = verb, self.world.host
         while True:
+            before = kept_of(self.cache, of) if of is not None else None
             try:
                 with self.world.verb(self.engine.number, verb, limit_seconds), host.failing():
                     return call()
-            except MemoryError as error:
-                if not host.is_planted(error):
+            except (MemoryError, OutOfBlocksError, CommitError, PromptTooLongError) as error:
+                if of is not None and before is not None and kept_of(self.cache, of).is_touched(before):
+                    who = f"engine {self.engine.number}, {of.request_id}"
+                    self.world.find("a refused verb has left a trace", f"{who}: {verb}: {error!r}", error)
+                if not isinstance(error, MemoryError) or not host.is_planted(error):
                     raise
             self.engine.seen["refused for want of memory"] += 1
             if verb in _MAY_BE_GIVEN_UP and host.chance.random() < _GIVEN_UP_SHARE:
@@ -141,9 +146,9 @@ class StoryUser:
         if num_tokens and not self.compare(prompt, num_tokens, table):
             return False
         prefix = tuple(prompt.tokens[: -(-num_tokens // BLOCK_SIZE) * BLOCK_SIZE])
-        who = f"engine {engine.number}, {prompt.request.request_id}"
-        if prefix and (prompt.space, prefix) not in engine.committed:
-            self.world.find("hit on what nobody committed", who)
+        is_old = prompt.generation < self.cache._books.tree.generations.last_reset
+        if prefix and not engine.committed.may_find((prompt.space, prefix), is_old=is_old):
+            self.world.find("hit on what nobody committed", f"engine {engine.number}, {prompt.request.request_id}")
             return False
         return True
 
@@ -174,8 +179,8 @@ class StoryUser:
     def _drop(self, act: Act) -> None:
         """A request whose client goes away at once: what is coming for it alone need not come."""
         prompt = self.new_prompt(list(TEXTS[act.first % NUM_TEXTS]), "")
-        self.call("match", lambda: self.cache.match(prompt.request))
-        self.call("release", lambda: self.cache.release(prompt.request))
+        self.call("match", lambda: self.cache.match(prompt.request), of=prompt.request)
+        self.call("release", lambda: self.cache.release(prompt.request), of=prompt.request)
 
     def new_prompt(self, tokens: list[int], namespace: str) -> Prompt:
         engine = self.engine
@@ -188,7 +193,7 @@ class StoryUser:
     def match(self, prompt: Prompt, patience: float, *, ahead: bool) -> None:
         """It runs, if there is room for it."""
         try:
-            match = self.call("match", lambda: self.cache.match(prompt.request))
+            match = self.call("match", lambda: self.cache.match(prompt.request), of=prompt.request)
         except PromptTooLongError:
             if self.cache.blocks_for(len(prompt.tokens)) <= self.engine.settings.num_gpu_blocks:
                 raise
@@ -263,7 +268,7 @@ class StoryUser:
         num_blocks = max(0, num_blocks)
         allocate = partial(self.cache.allocate, prompt.request, num_blocks, ahead_of_loads=ahead)
         try:
-            new = self.call("allocate", allocate)
+            new = self.call("allocate", allocate, of=prompt.request)
         except (OutOfBlocksError, LifeCycleError, GivenUpError):
             return None
         self.check_new(new, num_blocks, prompt)
@@ -315,7 +320,7 @@ class StoryUser:
         # before the call: another thread may find them before this one hears that they are committed
         for num_blocks in range(1, end // BLOCK_SIZE + 1):
             engine.committed.add((prompt.space, tuple(prompt.tokens[: num_blocks * BLOCK_SIZE])))
-        self.call("commit", lambda: self.cache.commit(request, end))
+        self.call("commit", lambda: self.cache.commit(request, end), of=request)
         prompt.num_computed = end
 
     def _commit_too_much(self, act: Act) -> None:
@@ -325,7 +330,7 @@ class StoryUser:
         prompt = self.running[act.first % len(self.running)]
         too_many = len(prompt.tokens) + len(prompt.table) * BLOCK_SIZE + 1
         try:
-            self.call("commit", lambda: self.cache.commit(prompt.request, too_many))
+            self.call("commit", lambda: self.cache.commit(prompt.request, too_many), of=prompt.request)
         except CommitError:
             return
         self.world.find("not refused", f"a commit of {too_many} tokens")
@@ -338,5 +343,5 @@ class StoryUser:
     def leave(self, prompt: Prompt) -> None:
         """Its request is over."""
         self.running.remove(prompt)
-        self.call("release", lambda: self.cache.release(prompt.request))
+        self.call("release", lambda: self.cache.release(prompt.request), of=prompt.request)
         self.engine.look_at_free_blocks()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.errors import (
@@ -17,13 +17,11 @@ from fastdeploy_cache.errors import (
 from fastdeploy_cache.launch.faults.stage import GivenUpError, Home, StoryStage
 from fastdeploy_cache.launch.faults.story import Act
 
-if TYPE_CHECKING:
-    pass
-
 _LIFE_SECONDS = 30.0
 _STOP_SECONDS = 25.0  # storage's processes have to end, or are killed; and its thread
 _CLOSE_SECONDS = 90.0
 _WAKES, _WAKE_SECONDS = 20, 3.0
+_AT_ONCE = 4  # one in so many changes of weights
 _TIERS: tuple[tuple[Literal["gpu", "cpu"], ...], ...] = (("gpu",), ("cpu",), ("gpu", "cpu"))
 
 
@@ -65,7 +63,9 @@ class WholeActs:
         }  # fmt: skip
 
     def _reset(self, _: Act) -> None:
+        first_step = self._user.world.host.num_steps
         self._user.call("reset", self._cache.reset)
+        self._user.engine.committed.forget(first_step)
 
     # -- life
 
@@ -79,7 +79,9 @@ class WholeActs:
         return True
 
     def _clear(self, _: Act) -> None:
-        self._life("clear", self._cache.life.clear)
+        first_step = self._user.world.host.num_steps
+        if self._life("clear", self._cache.life.clear):
+            self._user.engine.committed.forget(first_step)
 
     def _pause(self, act: Act) -> None:
         if self._life("pause", self._cache.life.pause):
@@ -87,7 +89,9 @@ class WholeActs:
             self._life("resume", self._cache.life.resume)
 
     def _sleep(self, act: Act) -> None:
-        self._life("sleep", self._cache.life.sleep, tiers=_TIERS[act.first % len(_TIERS)])
+        first_step, tiers = self._user.world.host.num_steps, _TIERS[act.first % len(_TIERS)]
+        if self._life("sleep", self._cache.life.sleep, tiers=tiers) and len(tiers) == len(_TIERS[-1]):
+            self._user.engine.committed.forget(first_step)
         self._sleep_seconds(0.001 * act.second)
         for _ in range(_WAKES):
             if self._cache.life.status.value != "asleep":
@@ -97,14 +101,19 @@ class WholeActs:
             except NotEnoughMemoryError:
                 self._sleep_seconds(_WAKE_SECONDS)
 
-    def _weights(self, _: Act) -> None:
-        """New weights: alone, as an engine changes them between its steps."""
-        engine = self._user.engine
+    def _weights(self, act: Act) -> None:
+        """New weights: alone, as an engine changes them between its steps; or at once, whatever is on its way."""
+        engine, cache, weights_id = self._user.engine, self._cache, f"weights-{self._user.engine.weights + 1}"
         if len(engine.users) > 1:
             return
         self._user.leave_all()
+        is_named = engine.settings.has_peers or cache.storage.settings is not None
         try:
-            is_done = self._life("update_weights", self._cache.life.update_weights, f"weights-{engine.weights + 1}")
+            if is_named and act.second % _AT_ONCE == 0:
+                self._user.call("reset", lambda: cache.reset(weights_id=weights_id), _LIFE_SECONDS + _STOP_SECONDS)
+                is_done = True
+            else:
+                is_done = self._life("update_weights", cache.life.update_weights, weights_id)
         except StorageError:  # the weights are the new ones, without a store
             is_done = True
         engine.weights += is_done

@@ -13,13 +13,14 @@ from typing import Any
 
 from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.errors import CacheError
+from fastdeploy_cache.launch.faults.computed import Computed
 from fastdeploy_cache.launch.faults.engine import TASK_SECONDS, StoryEngine
 from fastdeploy_cache.launch.faults.fault_kinds import FAULTS
 from fastdeploy_cache.launch.faults.machine import SIGKILL_STATUS, SimulatedProcess
 from fastdeploy_cache.launch.faults.scheduler import FOREVER
 from fastdeploy_cache.launch.faults.simulated_host import SimulatedHost
 from fastdeploy_cache.launch.faults.simulation import Simulation
-from fastdeploy_cache.launch.faults.stage import Findable, Host, Prefix, Watch, file_store
+from fastdeploy_cache.launch.faults.stage import Findable, Host, Watch, file_store
 from fastdeploy_cache.launch.faults.story import Fault, Settings, Story
 from fastdeploy_cache.peers.absent import NoRoad
 from fastdeploy_cache.storage.tier import StorageTier
@@ -65,7 +66,7 @@ class World:
         self.findings: list[StoryFinding] = []
         self.counts = Counter[str]()
         self.met = Counter[tuple[str, str]]()  # which faults met which phases
-        self.committed = set[Prefix]()  # of engines that hand blocks to each other
+        self.committed = self._computed(is_kept=True)  # of engines that hand blocks to each other
         self.engines = [StoryEngine(self, number, story.settings, users) for number, users in enumerate(story.users)]
         self.stalls: list[tuple[float, float]] = []  # when faults have held threads or processes of engines
         self._faults = sorted(story.faults, key=lambda fault: fault.at_step)
@@ -79,7 +80,10 @@ class World:
 
     def committed_by(self, number: int, settings: Settings) -> Findable:
         """See `StoryStage`."""
-        return self.committed if settings.has_peers else set[Prefix]()
+        return self.committed if settings.has_peers else self._computed(is_kept=settings.has_store)
+
+    def _computed(self, *, is_kept: bool) -> Computed:
+        return Computed(lambda: self.simulation.scheduler.num_steps, is_kept=is_kept)
 
     # -- what engines tell
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -236,6 +237,24 @@ def test_a_store_that_opens_after_its_detach_is_lent_nothing(monkeypatch: pytest
     assert not late.tasks and cache.stats().cpu.num_in_flight == 0
     cache.check_invariants()
     rig.model.finish()
+
+
+def test_what_comes_late_from_the_store_of_other_weights_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread had no processor, so it neither heard that nobody wants the read any more, nor was waited for. What it
+    has read joins nothing: these are bytes of the old weights."""
+    rig = Rig(stored(A))
+    storage = rig.model.cache.storage
+    rig.prefetch(A)
+    rig.store.land()  # the look-up; what it has found is being read
+    monkeypatch.setattr(rig.store, "cancel", lambda _: None)
+    monkeypatch.setattr(rig.store, "stop", lambda: None)
+    storage.detach()
+    storage.attach(dataclasses.replace(STORE, weights_id="w2"), client=SimulatedStorage(rig.model.client))
+    late = [task.kind for task in rig.store.tasks]
+    rig.store.land_all()
+    assert late and set(late) == {TaskKind.PREFETCH}
+    assert rig.model.match(A).match.num_tokens == 0 and rig.model.cache.stats().cpu.num_cached == 0
+    rig.finish()
 
 
 def test_what_was_queued_goes_with_a_detached_store() -> None:

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fastdeploy_cache.launch.faults.drawing import new_story
 from fastdeploy_cache.launch.faults.search import ALL_FAULTS, run_story
-from fastdeploy_cache.launch.faults.story import Story, new_story
+from fastdeploy_cache.launch.faults.story import Story
 from tests.model.checker import Replays
 from tests.model.hooks import recording
 from tests.model.traces import Place, Trace, in_words, traces_of

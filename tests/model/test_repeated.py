@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_cache.books.block_pool import FREE, REQUEST, RUN, TASK
+from fastdeploy_cache.launch.faults.drawing import new_story
 from fastdeploy_cache.launch.faults.search import ALL_FAULTS, run_story
-from fastdeploy_cache.launch.faults.story import new_story
 from tests.model.checker import Replays
 from tests.model.hooks import recording
 from tests.model.replay_stories import repeat

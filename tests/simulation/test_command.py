@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from fastdeploy_cache.launch.cli import app
 from fastdeploy_cache.launch.faults import command
+from fastdeploy_cache.launch.faults.drawing import new_story
 from fastdeploy_cache.launch.faults.search import ALL_FAULTS
-from fastdeploy_cache.launch.faults.story import Fault, new_story, to_json
+from fastdeploy_cache.launch.faults.story import Fault, to_json
 from fastdeploy_cache.launch.interrupts import STATUS
 from tests.simulation import planted
 

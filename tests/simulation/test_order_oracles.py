@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fastdeploy_cache.launch.faults.drawing import new_story
 from fastdeploy_cache.launch.faults.search import ALL_FAULTS, run_story
-from fastdeploy_cache.launch.faults.story import new_story
 from tests.model.checker import Replays
 from tests.model.replay_stories import repeat
 from tests.simulation import planted

@@ -13,8 +13,8 @@ import os
 import pytest
 
 from fastdeploy_cache.books import arrivals
+from fastdeploy_cache.launch.faults.drawing import new_story
 from fastdeploy_cache.launch.faults.search import ALL_FAULTS, run_story
-from fastdeploy_cache.launch.faults.story import new_story
 from tests.simulation import planted as rig
 from tests.simulation.find_planted import MOST_STEPS, find, known
 

@@ -16,9 +16,10 @@ import pytest
 
 from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.faults.drawing import new_story
 from fastdeploy_cache.launch.faults.fault_kinds import FAULTS
 from fastdeploy_cache.launch.faults.search import ALL_FAULTS, FoundStory, as_test, run_story, shortest
-from fastdeploy_cache.launch.faults.story import ACTS, from_json, new_story, to_json
+from fastdeploy_cache.launch.faults.story import ACTS, from_json, to_json
 from fastdeploy_cache.launch.faults.user import StoryUser
 from fastdeploy_cache.launch.faults.world import StoryFinding
 from tests.simulation.planted import in_place, named
@@ -27,7 +28,7 @@ _SEEDS = (3, 11, 19, 40)
 _DIGESTS = """
 import sys
 from fastdeploy_cache.launch.faults.search import ALL_FAULTS, run_story
-from fastdeploy_cache.launch.faults.story import new_story
+from fastdeploy_cache.launch.faults.drawing import new_story
 for seed in map(int, sys.argv[1:]):
     outcome = run_story(new_story(seed, ALL_FAULTS))
     print(seed, outcome.num_steps, outcome.trace)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from fastdeploy_cache.launch.faults.drawing import CROWD, new_story
 from fastdeploy_cache.launch.faults.search import ALL_FAULTS
-from fastdeploy_cache.launch.faults.story import CROWD, Story, new_story
+from fastdeploy_cache.launch.faults.story import Story
 
 NUM_STORIES = 2000
 OF_COME_BACKS = {"admit", "end", "flush", "detach", "reset", "sleep"}

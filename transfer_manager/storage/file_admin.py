@@ -18,7 +18,14 @@ from typing import Any
 from fastdeploy_cache.errors import StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage.admin import Checked, Cleared, Space, SpaceSummary, unheard
 from fastdeploy_cache.transfer_manager.storage.file_check import SpaceCheck
-from fastdeploy_cache.transfer_manager.storage.file_disk import FOR_THE_USER, Disk, storage_error
+from fastdeploy_cache.transfer_manager.storage.file_disk import (
+    FOR_THE_USER,
+    Disk,
+    is_folder,
+    matching,
+    mode_at,
+    storage_error,
+)
 from fastdeploy_cache.transfer_manager.storage.file_journal import JOURNAL_NAME, TEMPORARY_SUFFIX, read_journal
 from fastdeploy_cache.transfer_manager.storage.file_space import (
     LOCK_NAME,
@@ -49,8 +56,8 @@ class FileAdmin:
         self._disk = Disk()
         self.where = f"folder {str(self._folder)!r}"
         with self._failures():
-            if not self._folder.is_dir():
-                is_file = self._folder.exists()
+            if not is_folder(self._folder, follow_links=True):
+                is_file = mode_at(self._folder, follow_links=True) is not None
                 raise StorageRefusedError(f"there is no {self.where}{': it is a file' if is_file else ''}")
             self._disk.check_folder(self._folder, may_be_link=True)
             if others_in(self._folder):
@@ -78,14 +85,14 @@ class FileAdmin:
     def _why_unreadable(self, path: Path) -> str | None:
         with _foreign() as found:
             self._disk.check_folder(path)
-            for file in (*(path / name for name in (SPACE_NAME, JOURNAL_NAME, LOCK_NAME)), *path.glob(SLAB_GLOB)):
+            for file in (*(path / name for name in (SPACE_NAME, JOURNAL_NAME, LOCK_NAME)), *matching(path, SLAB_GLOB)):
                 with suppress(FileNotFoundError):
                     self._disk.close(self._disk.open_to_read(file))
         return found[0] if found else None
 
     def _is_damaged(self, path: Path) -> bool:
         """A space that an engine is just making has no name yet, and its lock is taken."""
-        is_made = (path / SPACE_NAME).exists()
+        is_made = mode_at(path / SPACE_NAME) is not None
         with _foreign():
             is_made = is_made or not is_locked(self._disk, path)
         return is_made and self._is_nameless(path)
@@ -155,7 +162,7 @@ class FileAdmin:
             is_named = read_space(self._disk, path) is not None
         if found:  # nobody can tell
             return False
-        return not is_named and bool(_files_by_pattern(path) or (path / JOURNAL_NAME).is_file())
+        return not is_named and bool(_files_by_pattern(path) or mode_at(path / JOURNAL_NAME) is not None)
 
     def _summary(self, path: Path, key_space: KeySpace) -> SpaceSummary:
         replay = read_journal(self._disk, path / JOURNAL_NAME)
@@ -209,7 +216,7 @@ class FileAdmin:
     def _is_removed(self, path: Path) -> bool:
         """Remove a space unless an engine has it. Who only looks whether it is locked holds the lock for a moment."""
         for _ in range(_NUM_LOOKS):
-            if self._remove_space(path) or not (path / SPACE_NAME).exists():
+            if self._remove_space(path) or mode_at(path / SPACE_NAME) is None:
                 return True
             if is_locked(self._disk, path):
                 break
@@ -254,16 +261,18 @@ def _foreign() -> Iterator[list[str]]:
 def _has_folders(path: Path) -> bool:
     """Whether a folder lies where a file of the store would, which cannot be removed like one."""
     files = (*(path / name for name in (SPACE_NAME, JOURNAL_NAME, LOCK_NAME)), *_files_by_pattern(path))
-    return any(file.is_dir() and not file.is_symlink() for file in files)
+    return any(map(is_folder, files))
 
 
 def _files_by_pattern(path: Path) -> list[Path]:
-    return [*path.glob(SLAB_GLOB), *path.glob(f"*{TEMPORARY_SUFFIX}")]
+    return [*matching(path, SLAB_GLOB), *matching(path, f"*{TEMPORARY_SUFFIX}")]
 
 
 def _is_being_made(path: Path) -> bool:
     """Whether a nameless folder has nothing yet but what an engine names it with."""
-    return not any((path / name).exists() for name in (SPACE_NAME, JOURNAL_NAME)) and not any(path.glob(SLAB_GLOB))
+    return all(mode_at(path / name) is None for name in (SPACE_NAME, JOURNAL_NAME)) and not any(
+        matching(path, SLAB_GLOB)
+    )
 
 
 def _space(path: Path, key_space: KeySpace) -> Space:
@@ -272,7 +281,7 @@ def _space(path: Path, key_space: KeySpace) -> Space:
 
 def _allocated_bytes(path: Path) -> int:
     total = 0
-    for file in path.glob("*"):
+    for file in matching(path, "*"):
         with suppress(FileNotFoundError):  # an engine has put another in its place
             total += file.lstat().st_blocks * 512
     return total

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fastdeploy_cache.transfer_manager.storage.admin import WRONG_BYTES, Damage, unheard
 from fastdeploy_cache.transfer_manager.storage.base import seal
-from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
+from fastdeploy_cache.transfer_manager.storage.file_disk import Disk, matching
 from fastdeploy_cache.transfer_manager.storage.file_journal import (
     JOURNAL_NAME,
     Geometry,
@@ -71,7 +71,7 @@ class SpaceCheck:
         try:
             replay = self._replay()
             if replay is None:  # nobody can tell what is where in the slabs
-                for name in (JOURNAL_NAME, *sorted(slab.name for slab in self._path.glob(SLAB_GLOB))):
+                for name in (JOURNAL_NAME, *(slab.name for slab in matching(self._path, SLAB_GLOB))):
                     self._disk.remove(self._path / name)
                 return True
             # nobody writes any more: what is whole by now may stay
@@ -109,7 +109,7 @@ class SpaceCheck:
         if is_locked(self._disk, self._path):
             return True
         if _size(self._path / JOURNAL_NAME) == 0:  # an engine writes one before it has slabs
-            return not any(map(_size, self._path.glob(SLAB_GLOB)))
+            return not any(map(_size, matching(self._path, SLAB_GLOB)))
         replay = self._replay()
         return replay is not None and replay.is_whole
 

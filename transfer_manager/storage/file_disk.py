@@ -7,6 +7,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from fastdeploy_cache.errors import StorageError, StorageRefusedError
@@ -28,8 +29,12 @@ class Disk:
 
     def make_folder(self, path: Path) -> None:
         """Make it and what is missing above; for the owner's eyes, as blocks tell of prompts."""
+        missing = [path]
+        while (parent := missing[-1].parent) != missing[-1] and mode_at(parent) is None:
+            missing.append(parent)
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in reversed(missing):
+                _make_folder(folder, 0o700 if folder == path else 0o777)
         except (FileExistsError, NotADirectoryError) as error:
             raise _no_folder(path, error) from error
 
@@ -150,10 +155,45 @@ def storage_error(what: str, error: OSError) -> StorageError:
     return kind(f"could not {what}: {reason}" if is_named else f"could not {what}: {reason} ({path})")
 
 
+def mode_at(path: Path, *, follow_links: bool = False) -> int | None:
+    """The mode of what has this name; None: nothing has. Raises OSError.
+
+    `Path.exists`, `is_dir` and `mkdir(exist_ok=True)` do not tell what is not there from a disk that cannot be read,
+    since Python 3.14: a folder would be taken for a file, and its store refused for good.
+    """
+    try:
+        return path.stat(follow_symlinks=follow_links).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def is_folder(path: Path, *, follow_links: bool = False) -> bool:
+    """Whether a folder has this name. Raises OSError."""
+    return stat.S_ISDIR(mode_at(path, follow_links=follow_links) or 0)
+
+
+def matching(folder: Path, pattern: str) -> list[Path]:
+    """What in a folder is called so, sorted; nothing where there is no folder. Raises OSError, which `Path.glob` does
+    not, since Python 3.13."""
+    try:
+        return sorted(path for path in folder.iterdir() if fnmatchcase(path.name, pattern))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _make_folder(path: Path, mode: int) -> None:
+    try:
+        path.mkdir(mode)
+    except FileExistsError:  # another process was first, or it is a file
+        if not is_folder(path, follow_links=True):
+            raise
+
+
 def _no_folder(path: Path, error: OSError) -> OSError:
     """The error of a folder that cannot be made, with what is in its place or above it."""
-    found = next((each for each in (path, *path.parents) if each.is_symlink() or each.exists()), path)
-    kind = "a link that leads to no folder" if found.is_symlink() else "a file"
+    modes = {each: mode_at(each) for each in (path, *path.parents)}
+    found = next((each for each, mode in modes.items() if mode is not None), path)
+    kind = "a link that leads to no folder" if stat.S_ISLNK(modes[found] or 0) else "a file"
     text = f"{'it' if found == path else repr(str(found))} is {kind}; name a folder, or one that does not exist yet"
     return type(error)(error.errno, text, str(path))
 

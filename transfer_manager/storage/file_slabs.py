@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 
 from fastdeploy_cache.transfer_manager.crew import Crew
 from fastdeploy_cache.transfer_manager.storage.base import new_seal, seal
-from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
+from fastdeploy_cache.transfer_manager.storage.file_disk import Disk, matching
 from fastdeploy_cache.transfer_manager.storage.file_journal import Geometry, Put
 from fastdeploy_cache.transfer_manager.storage.file_space import SLAB_GLOB, slab_path
 
@@ -50,7 +50,7 @@ class Slabs:
     def cut(self) -> None:
         """Give back what is beyond the capacity, now that the journal names none of it. Raises OSError."""
         kept = {slab_path(self._path, slab) for slab in range(len(self._fds))}
-        for path in sorted(set(self._path.glob(SLAB_GLOB)) - kept):
+        for path in sorted(set(matching(self._path, SLAB_GLOB)) - kept):
             self._disk.remove(path)
         for slab, fd in enumerate(self._fds):
             if self._disk.size(fd) > self._target(slab) * self._geometry.slot_bytes:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import structs
 
 from fastdeploy_cache.errors import StorageError, StorageRefusedError
-from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
+from fastdeploy_cache.transfer_manager.storage.file_disk import Disk, is_folder, matching, mode_at
 from fastdeploy_cache.transfer_manager.storage.file_journal import JOURNAL_NAME, TEMPORARY_SUFFIX
 from fastdeploy_cache.transfer_manager.storage.keys import DIGEST, KeySpace
 
@@ -33,9 +33,7 @@ def slab_path(path: Path, slab: int) -> Path:
 
 def space_folders(folder: Path) -> list[Path]:
     """What in a store's folder is called as spaces are; links are not. Raises OSError."""
-    return sorted(
-        path for path in folder.iterdir() if DIGEST.fullmatch(path.name) and not path.is_symlink() and path.is_dir()
-    )
+    return sorted(path for path in folder.iterdir() if DIGEST.fullmatch(path.name) and is_folder(path))
 
 
 def check_mine(folder: Path) -> None:
@@ -106,7 +104,7 @@ def other_weights(disk: Disk, own: Path, space: KeySpace) -> int:
 def slab_bytes(path: Path) -> int:
     """What the slabs of a space take on the disk. Raises OSError."""
     total = 0
-    for slab in path.glob(SLAB_GLOB):
+    for slab in matching(path, SLAB_GLOB):
         try:
             total += slab.lstat().st_size
         except FileNotFoundError:
@@ -130,7 +128,7 @@ def open_space(disk: Disk, folder: Path, space: KeySpace) -> tuple[Path, int]:
     disk.make_folder(folder)
     disk.check_folder(folder, may_be_link=True)
     check_mine(folder)
-    if not any(folder.glob(f"*/{SPACE_NAME}")):
+    if all(mode_at(each / SPACE_NAME) is None for each in space_folders(folder)):
         # Not only when we have just made it: whoever did may have been killed before it got here.
         with suppress(PermissionError):  # we may enter what is above, but not read it
             disk.sync_folder(folder.parent)
@@ -142,7 +140,7 @@ def open_space(disk: Disk, folder: Path, space: KeySpace) -> tuple[Path, int]:
             raise StorageRefusedError(f"{path} is in use by another engine; give each engine a folder of its own")
         raise StorageError(f"{path} was being looked at or removed by another process; try again")
     try:
-        for temporary in path.glob(f"*{TEMPORARY_SUFFIX}"):
+        for temporary in matching(path, f"*{TEMPORARY_SUFFIX}"):
             disk.remove(temporary)
         _describe(disk, path, space)
         disk.sync_folder(folder)
@@ -215,9 +213,9 @@ def remove_space(disk: Disk, path: Path) -> bool:
     if fd is None:
         return False
     try:
-        for name in (JOURNAL_NAME, *sorted(file.name for file in path.glob(SLAB_GLOB)), SPACE_NAME):
+        for name in (JOURNAL_NAME, *(file.name for file in matching(path, SLAB_GLOB)), SPACE_NAME):
             disk.remove(path / name)
-        for temporary in path.glob(f"*{TEMPORARY_SUFFIX}"):
+        for temporary in matching(path, f"*{TEMPORARY_SUFFIX}"):
             disk.remove(temporary)
         disk.remove(path / LOCK_NAME)
     finally:

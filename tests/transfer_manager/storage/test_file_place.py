@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from fastdeploy_cache.errors import StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage import file_place
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
-from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
+from fastdeploy_cache.transfer_manager.storage.file_disk import FOR_THE_USER, Disk
 from fastdeploy_cache.transfer_manager.storage.file_place import check_place
 from tests.rigs.file_rig import Rig
 
@@ -84,6 +85,32 @@ def test_a_folder_that_only_looks_foreign(tmp_path: Path) -> None:
     check_place(storage_at(tmp_path))
     with Rig(tmp_path) as rig:
         assert rig.read(1) == 1
+
+
+def test_a_disk_that_cannot_be_read_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store in a folder whose disk fails for a moment may be opened again: it is not taken for a file, which would
+    refuse it for good. Since Python 3.14 `Path` says in so many words that what it cannot look at is no folder."""
+
+    def fail(*_: object, **__: object) -> os.stat_result:
+        raise OSError(errno.EIO, "Input/output error")
+
+    (folder := tmp_path / "store").mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", fail)
+        for question in ("exists", "is_dir", "is_file", "is_symlink"):
+            patched.setattr(Path, question, lambda _: False)
+        with pytest.raises(OSError, match="Input/output error") as failed:
+            Disk().make_folder(folder)
+    assert failed.value.errno not in FOR_THE_USER
+    Disk().make_folder(folder)
+
+
+def test_nothing_asks_a_path_that_hides_errors() -> None:
+    """What is not there is told from a disk that cannot be read, wherever the store looks at its folder."""
+    hiding = re.compile(r"\.(exists|is_dir|is_file|r?glob)\(|exist_ok|os\.path\.")
+    sources = sorted(Path(file_place.__file__).parent.glob("*.py"))
+    lines = [(path.name, line) for path in sources for line in path.read_text().splitlines() if hiding.search(line)]
+    assert len(sources) > 10 and [line for _, line in lines if not line.strip().startswith("`")] == []
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EPERM])
