@@ -14,7 +14,7 @@ from fastdeploy_cache.launch.faults.story import BLOCK_SIZE, Act
 _PATIENCE = (0.0, 0.05, 5.0)
 _HOLD_SECONDS = 0.0005
 _MOST_EVICTED = 4
-_FORGOTTEN = 8  # one copy out of so many
+_FORGOTTEN = 3  # one copy out of so many
 
 T = TypeVar("T")
 

@@ -67,19 +67,20 @@ _HAND_OVER_SHARE = 0.4  # of these: one engine computes and offers, and takes ba
 _BOTH_SHARE, _START_SHARE = 0.6, 0.75  # up to here the same, and processes die at a start; or these with ordinary users
 _MOST_STARTS, _STEPS_OF_START, _START_SECONDS = 2, 200, (1.0, 4.0)
 _FEW_BLOCKS = 6  # of the CPU tier: fewer than a prompt may need
-_COME_BACK_SHARE = 0.4  # of the others with a store
+_COME_BACK_SHARE = 0.5  # of the others with a store
 # what is chosen from in each round: a store may also go while it is being written
 _COME_BACK: Final = (
-    ("admit",), ("admit",), ("end",), ("end",), ("flush", "flush", "flush", "detach"), ("reset", "sleep"),
+    ("admit",), ("admit",), ("end",), ("end",), ("flush", "flush", "flush", "detach"), ("reset", "sleep", "weights"),
 )  # fmt: skip
 _OF_STORES: Final = (
     ("flipped bits",), ("flipped bits", "kill storage"), ("flipped bits", "slow disk"), ("disk errors", "slow disk"),
-    ("power loss", "kill storage"), ("endless copies",), ("kill rank", "slow disk"), ("slow disk", "stop storage"),
+    ("power loss", "kill storage"), ("endless copies",), ("slow copies",), ("kill rank", "slow disk"),
+    ("slow disk", "stop storage"),
 )  # fmt: skip
-_OWN_BLOCKS_SHARE = 0.4  # of what is left without peers
+_OWN_BLOCKS_SHARE = 0.5  # of what is left without peers
 # what is chosen from in each round by callers that keep their requests themselves
 _OWN_BLOCKS: Final = (
-    ("swap_out",), ("swap_out", "insert"), ("swap_in", "load"), ("find", "admit"), ("evict", "evict", "end", "reset"),
+    ("swap_out",), ("swap_out", "insert"), ("swap_in", "load"), ("find", "admit"), ("evict", "end", "reset"),
 )  # fmt: skip
 _OF_COPIES: Final = (("slow copies",), ("endless copies", "slow copies"), ("failing copies", "kill rank"), ())
 _OF_LINKS: Final = ("late messages", "very late messages", "lost messages", "slow copies")
@@ -196,7 +197,10 @@ def _own_blocks(choose: random.Random, settings: Settings, num_acts: int) -> tup
     """Callers with blocks of their own, which are filled from a small CPU tier, and forgotten while they are copied.
     Also the faults that they are likely to have."""
     settings = msgspec.structs.replace(
-        settings, num_users=choose.choice((1, 2, 2)), num_cpu_blocks=choose.choice((_FEW_BLOCKS, 12, 24))
+        settings,
+        num_users=choose.choice((1, 2, 2)),
+        num_cpu_blocks=choose.choice((_FEW_BLOCKS, 12, 24)),
+        has_store=settings.has_store and choose.random() < 0.5,  # which forgets nothing
     )
     num_texts = choose.choice((1, 2, NUM_TEXTS))
 

@@ -21,7 +21,7 @@ _LIFE_SECONDS = 30.0
 _STOP_SECONDS = 25.0  # storage's processes have to end, or are killed; and its thread
 _CLOSE_SECONDS = 90.0
 _WAKES, _WAKE_SECONDS = 20, 3.0
-_AT_ONCE = 4  # one in so many changes of weights
+_AT_ONCE = 2  # one in so many changes of weights
 _TIERS: tuple[tuple[Literal["gpu", "cpu"], ...], ...] = (("gpu",), ("cpu",), ("gpu", "cpu"))
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from fastdeploy_cache.launch.faults.search import search
 from tests.rigs.fault_watches import mirrored
-from tests.simulation.planted import ALL, Planted, in_place
+from tests.simulation.planted import ALL
+from tests.simulation.planting import Planted, in_place
 
 FOUND_FILE = Path(__file__).with_name("found.json")
 MOST_STEPS = 1_000_000

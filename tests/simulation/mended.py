@@ -15,7 +15,7 @@ import sys
 
 import pytest
 
-from tests.simulation.planted import Planted, Rewrite, in_place
+from tests.simulation.planting import Planted, Rewrite, in_place
 
 _UNIT = "tests/fastdeploy_cache/"
 _BOOKS, _COPIES = f"{_UNIT}test_mends.py::", f"{_UNIT}test_mends_of_copies.py::"

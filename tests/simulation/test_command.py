@@ -18,7 +18,7 @@ from fastdeploy_cache.launch.faults.drawing import new_story
 from fastdeploy_cache.launch.faults.search import ALL_FAULTS
 from fastdeploy_cache.launch.faults.story import Fault, to_json
 from fastdeploy_cache.launch.interrupts import STATUS
-from tests.simulation import planted
+from tests.simulation import planted, planting
 
 _STORY = to_json(new_story(3, ALL_FAULTS))
 # Ctrl-C comes in the midst of the third story, from another thread
@@ -132,7 +132,7 @@ def test_ctrl_c_while_a_story_is_made_short(monkeypatch: pytest.MonkeyPatch) -> 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "shortest", interrupted)
-    with planted.in_place(planted.named("a release keeps its own blocks")):
+    with planting.in_place(planted.named("a release keeps its own blocks")):
         result = CliRunner().invoke(app, ["simulate-faults", "--seed", "3"])
     assert result.exit_code == STATUS, result.output
     found = re.findall(r"^books do not add up, seed (\d+): .+", result.output, re.MULTILINE)

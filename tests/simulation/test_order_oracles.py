@@ -11,7 +11,7 @@ from fastdeploy_cache.launch.faults.drawing import new_story
 from fastdeploy_cache.launch.faults.search import ALL_FAULTS, run_story
 from tests.model.checker import Replays
 from tests.model.replay_stories import repeat
-from tests.simulation import planted
+from tests.simulation import planted, planting
 from tests.simulation.order_oracles import watching_order
 
 FAILING_COPIES, LATE = ("failing copies",), ("late messages",)
@@ -41,7 +41,7 @@ def test_order_holds_in_stories() -> None:
 def test_a_planted_fault_is_seen(name: str) -> None:
     """In a story in which every byte is right: the one that is known, or another one near by."""
     first, faults, words = SEEN[name]
-    with planted.in_place(planted.named(name)), watching_order() as oracles:
+    with planting.in_place(planted.named(name)), watching_order() as oracles:
         for seed in range(first, first + _MOST_STORIES):
             outcome = run_story(new_story(seed, faults))
             if oracles.broken or outcome.findings:
@@ -54,7 +54,7 @@ def test_a_planted_fault_is_seen(name: str) -> None:
 @pytest.mark.skipif(not (shutil.which("spin") and shutil.which("gcc")), reason="needs spin and gcc")
 def test_ids_that_go_home_early_are_refused_by_the_model(tmp_path: Path) -> None:
     """A rank is answered for before it has been reaped: the model of one block knows no such step."""
-    with planted.in_place(planted.named(REAPED_LATE)):
+    with planting.in_place(planted.named(REAPED_LATE)):
         *_, seen = repeat([new_story(0, ("endless copies",))], Replays(tmp_path))
     assert seen.refused and all("UNREACHED" in text for text in seen.refused)
 

@@ -16,6 +16,7 @@ from fastdeploy_cache.books import arrivals
 from fastdeploy_cache.launch.faults.drawing import new_story
 from fastdeploy_cache.launch.faults.search import ALL_FAULTS, run_story
 from tests.simulation import planted as rig
+from tests.simulation import planting
 from tests.simulation.find_planted import MOST_STEPS, find, known
 
 _NEAR_STEPS = int(os.environ.get("FASTDEPLOY_CACHE_PLANTED_STEPS", "200000"))
@@ -46,10 +47,10 @@ def test_it_is_found(name: str) -> None:
 def test_planting_leaves_nothing() -> None:
     """The product is as it was afterwards, and words that are not there cannot be planted."""
     before = arrivals.land.__code__
-    with rig.in_place(rig.named("a prefetch lands behind a hole")):
+    with planting.in_place(rig.named("a prefetch lands behind a hole")):
         pass
     assert arrivals.land.__code__ is before
     assert "if num_found < first" in inspect.getsource(arrivals.insert_copies)
-    wrong = rig.Planted("x", (rig.Rewrite("books.arrivals", "land", "no such words", ""),))
-    with pytest.raises(AssertionError, match="has 'no such words' 0 times"), rig.in_place(wrong):
+    wrong = planting.Planted("x", (planting.Rewrite("books.arrivals", "land", "no such words", ""),))
+    with pytest.raises(AssertionError, match="has 'no such words' 0 times"), planting.in_place(wrong):
         pass

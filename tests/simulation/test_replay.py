@@ -22,7 +22,8 @@ from fastdeploy_cache.launch.faults.search import ALL_FAULTS, FoundStory, as_tes
 from fastdeploy_cache.launch.faults.story import ACTS, from_json, to_json
 from fastdeploy_cache.launch.faults.user import StoryUser
 from fastdeploy_cache.launch.faults.world import StoryFinding
-from tests.simulation.planted import in_place, named
+from tests.simulation.planted import named
+from tests.simulation.planting import in_place
 
 _SEEDS = (3, 11, 19, 40)
 _DIGESTS = """
