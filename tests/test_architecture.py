@@ -61,6 +61,7 @@ HOMES = {
         "launch/faults/command.py",
         "launch/faults/soak_lines.py",
         "launch/faults/search.py",
+        "launch/faults/drawing.py",
         "launch/faults/story.py",
         "launch/server/api_requests.py",
         "fastdeploy_cache/insight/control/messages.py",

@@ -62,11 +62,12 @@ _OF_CALLERS: Final = ("find", "insert", "load", "swap_in", "swap_out", "copy", "
 _PEER_SHARE = 0.4
 _ALONE_SHARE = 0.7
 _NEW_WEIGHTS_SHARE = 0.8  # of hand-overs by one user alone
-_WORKERS_SHARE = 0.6  # of the others: the receiver's die
+_WORKERS_SHARE = 0.6  # of the others: workers make the KV arrays, and die
 _HAND_OVER_SHARE = 0.4  # of these: one engine computes and offers, and takes back; the other one receives
 _BOTH_SHARE, _START_SHARE = 0.6, 0.75  # up to here the same, and processes die at a start; or these with ordinary users
 _MOST_STARTS, _STEPS_OF_START, _START_SECONDS = 2, 200, (1.0, 4.0)
 _FEW_BLOCKS = 6  # of the CPU tier: fewer than a prompt may need
+_SOME_WEIGHTS_SHARE = 0.3  # of stories in which something comes back
 _COME_BACK_SHARE = 0.5  # of the others with a store
 # what is chosen from in each round: a store may also go while it is being written
 _COME_BACK: Final = (
@@ -105,9 +106,11 @@ def new_story(seed: int, fault_names: tuple[str, ...], most_acts: int = _NUM_ACT
         settings, num_acts = msgspec.structs.replace(settings, **CROWD), min(num_acts, _MOST_CROWD_ACTS)
     elif settings.has_peers and (share := by_itself.random()) < _START_SHARE:
         if share >= _HAND_OVER_SHARE:
-            settings, early = _starts(by_itself, settings, fault_names)
+            early = _starts(by_itself, fault_names)
         if share < _BOTH_SHARE:
             settings, users, likely = _hand_overs(by_itself, settings, num_acts)
+        if early:
+            settings = msgspec.structs.replace(settings, kv_owner="transfer")
     elif settings.has_store and by_itself.random() < _COME_BACK_SHARE:
         settings, users, likely = _come_backs(by_itself, settings, num_acts)
     elif not settings.has_peers and by_itself.random() < _OWN_BLOCKS_SHARE:
@@ -124,9 +127,7 @@ def new_story(seed: int, fault_names: tuple[str, ...], most_acts: int = _NUM_ACT
     return Story(seed=seed, settings=settings, users=users, faults=faults)
 
 
-def _starts(
-    choose: random.Random, settings: Settings, fault_names: Sequence[str]
-) -> tuple[Settings, tuple[Fault, ...]]:
+def _starts(choose: random.Random, fault_names: Sequence[str]) -> tuple[Fault, ...]:
     """Ranks that die with their KV arrays while peers that have no processor hold up the start of an engine: they are
     up again before it is."""
     holds = [name for name in ("stop peer", "stop peer", "stop peer", "slow thread") if name in fault_names]
@@ -139,7 +140,7 @@ def _starts(
                 name, target, seconds = choose.choice(names), choose.randrange(64), choose.choice(_START_SECONDS)
                 faults.append(Fault(step + after, name, target, seconds, AT_START))
     faults.sort(key=lambda fault: fault.at_step)
-    return msgspec.structs.replace(settings, kv_owner="transfer"), tuple(faults)
+    return tuple(faults)
 
 
 def _hand_overs(choose: random.Random, settings: Settings, num_acts: int) -> tuple[Settings, Users, list[str]]:
@@ -182,10 +183,13 @@ def _come_backs(choose: random.Random, settings: Settings, num_acts: int) -> tup
         prefetch_policy=choose.choice(("timeout", "wait_complete", "wait_complete")),
     )
     num_texts = 2 if settings.num_cpu_blocks > _FEW_BLOCKS else NUM_TEXTS  # some find room, others evict each other
+    has_new_weights = choose.random() < _SOME_WEIGHTS_SHARE  # though several users have none
 
     def acts() -> Iterator[Act]:
         for verbs in _COME_BACK * max(1, num_acts // len(_COME_BACK)):
             verb = choose.choice(verbs)
+            if verb == "weights" and not has_new_weights:  # after which nothing comes back
+                verb = "reset"
             first = {"flush": 2, "sleep": 0}.get(verb, choose.randrange(num_texts))  # with patience; the GPU alone
             yield Act(verb, first, choose.randrange(64), choose.randrange(64))
 

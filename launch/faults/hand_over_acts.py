@@ -137,6 +137,7 @@ class HandOverActs:
         patience = _PATIENCE[act.third % 4 != 1]  # most are worth waiting for
         if self._has_received(prompt.request, offer, patience):
             self._engine.seen["received"] += 1
+        prompt.generation = self._cache.blocks.generation  # what was lost while it came was not its
         try:
             user.match(prompt, patience, ahead=False)
         except GivenUpError:  # what has come would wait for its match
@@ -144,7 +145,7 @@ class HandOverActs:
             raise
 
     def _wait_until_ready(self, act: Act) -> None:
-        """Most are patient: while a peer process starts, nothing is offered and nothing comes. `second`: see there."""
+        """Most are patient: while a peer process starts, nothing is offered and nothing comes."""
         if act.second % 4:
             self._user.call("wait_ready", lambda: self._cache.peers.wait_ready(_READY_SECONDS), _READY_SECONDS)
 

@@ -25,7 +25,7 @@ class Kept:
 
 
 def kept_of(cache: PrefixCacheManager, request: Request) -> Kept:
-    """As it is now."""
+    """What it keeps now."""
     if request.request_id not in cache._requests:
         return Kept(is_there=False)
     active, generation = cache._requests.active(request), cache._books.tree.generation

@@ -21,6 +21,7 @@ from fastdeploy_cache.transfer_manager.storage.file_check import SpaceCheck
 from fastdeploy_cache.transfer_manager.storage.file_disk import (
     FOR_THE_USER,
     Disk,
+    is_file,
     is_folder,
     matching,
     mode_at,
@@ -162,7 +163,7 @@ class FileAdmin:
             is_named = read_space(self._disk, path) is not None
         if found:  # nobody can tell
             return False
-        return not is_named and bool(_files_by_pattern(path) or mode_at(path / JOURNAL_NAME) is not None)
+        return not is_named and bool(_files_by_pattern(path) or is_file(path / JOURNAL_NAME))
 
     def _summary(self, path: Path, key_space: KeySpace) -> SpaceSummary:
         replay = read_journal(self._disk, path / JOURNAL_NAME)

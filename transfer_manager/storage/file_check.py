@@ -71,7 +71,7 @@ class SpaceCheck:
         try:
             replay = self._replay()
             if replay is None:  # nobody can tell what is where in the slabs
-                for name in (JOURNAL_NAME, *(slab.name for slab in matching(self._path, SLAB_GLOB))):
+                for name in (JOURNAL_NAME, *sorted(slab.name for slab in matching(self._path, SLAB_GLOB))):
                     self._disk.remove(self._path / name)
                 return True
             # nobody writes any more: what is whole by now may stay

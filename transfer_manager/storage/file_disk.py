@@ -30,7 +30,7 @@ class Disk:
     def make_folder(self, path: Path) -> None:
         """Make it and what is missing above; for the owner's eyes, as blocks tell of prompts."""
         missing = [path]
-        while (parent := missing[-1].parent) != missing[-1] and mode_at(parent) is None:
+        while (parent := missing[-1].parent) != missing[-1] and mode_at(parent, follow_links=True) is None:
             missing.append(parent)
         try:
             for folder in reversed(missing):
@@ -156,7 +156,7 @@ def storage_error(what: str, error: OSError) -> StorageError:
 
 
 def mode_at(path: Path, *, follow_links: bool = False) -> int | None:
-    """The mode of what has this name; None: nothing has. Raises OSError.
+    """The mode of what has this name, or of what a link of this name leads to; None: nothing. Raises OSError.
 
     `Path.exists`, `is_dir` and `mkdir(exist_ok=True)` do not tell what is not there from a disk that cannot be read,
     since Python 3.14: a folder would be taken for a file, and its store refused for good.
@@ -165,6 +165,15 @@ def mode_at(path: Path, *, follow_links: bool = False) -> int | None:
         return path.stat(follow_symlinks=follow_links).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # links that lead to each other lead to nothing
+            raise
+        return None
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file has this name, or a link to one. Raises OSError."""
+    return stat.S_ISREG(mode_at(path, follow_links=True) or 0)
 
 
 def is_folder(path: Path, *, follow_links: bool = False) -> bool:
@@ -173,10 +182,10 @@ def is_folder(path: Path, *, follow_links: bool = False) -> bool:
 
 
 def matching(folder: Path, pattern: str) -> list[Path]:
-    """What in a folder is called so, sorted; nothing where there is no folder. Raises OSError, which `Path.glob` does
-    not, since Python 3.13."""
+    """What in a folder is called so; nothing where there is no folder. Raises OSError, which `Path.glob` does not do
+    since Python 3.13."""
     try:
-        return sorted(path for path in folder.iterdir() if fnmatchcase(path.name, pattern))
+        return [path for path in folder.iterdir() if fnmatchcase(path.name, pattern)]
     except (FileNotFoundError, NotADirectoryError):
         return []
 

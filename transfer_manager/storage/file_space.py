@@ -128,7 +128,7 @@ def open_space(disk: Disk, folder: Path, space: KeySpace) -> tuple[Path, int]:
     disk.make_folder(folder)
     disk.check_folder(folder, may_be_link=True)
     check_mine(folder)
-    if all(mode_at(each / SPACE_NAME) is None for each in space_folders(folder)):
+    if not _has_named_space(folder):
         # Not only when we have just made it: whoever did may have been killed before it got here.
         with suppress(PermissionError):  # we may enter what is above, but not read it
             disk.sync_folder(folder.parent)
@@ -148,6 +148,15 @@ def open_space(disk: Disk, folder: Path, space: KeySpace) -> tuple[Path, int]:
         disk.close(fd)
         raise
     return path, fd
+
+
+def _has_named_space(folder: Path) -> bool:
+    """Where one cannot be looked into, it is another user's: no reason for ours not to be opened."""
+    for path in space_folders(folder):
+        with suppress(OSError):
+            if mode_at(path / SPACE_NAME) is not None:
+                return True
+    return False
 
 
 def _describe(disk: Disk, path: Path, space: KeySpace) -> None:
@@ -213,7 +222,7 @@ def remove_space(disk: Disk, path: Path) -> bool:
     if fd is None:
         return False
     try:
-        for name in (JOURNAL_NAME, *(file.name for file in matching(path, SLAB_GLOB)), SPACE_NAME):
+        for name in (JOURNAL_NAME, *sorted(file.name for file in matching(path, SLAB_GLOB)), SPACE_NAME):
             disk.remove(path / name)
         for temporary in matching(path, f"*{TEMPORARY_SUFFIX}"):
             disk.remove(temporary)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_cache.errors import StorageRefusedError
-from fastdeploy_cache.transfer_manager.storage import file_place
+from fastdeploy_cache.transfer_manager.storage import file_place, file_space
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
-from fastdeploy_cache.transfer_manager.storage.file_disk import FOR_THE_USER, Disk
+from fastdeploy_cache.transfer_manager.storage.file_disk import FOR_THE_USER, Disk, mode_at
 from fastdeploy_cache.transfer_manager.storage.file_place import check_place
 from tests.rigs.file_rig import Rig
 
@@ -37,7 +37,8 @@ def test_a_folder_that_can_be_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["file", "file/below", "dangling", "/proc/none/store", "n" * 300, "open", "loop/store"]
+    "place",
+    ["file", "file/below", "dangling", "dangling/below", "loop", "loop/store", "/proc/none/store", "n" * 300, "open"],
 )
 def test_a_folder_that_cannot_be_used(tmp_path: Path, place: str) -> None:
     """The message has the setting, its value and what is wrong with it."""
@@ -55,6 +56,8 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, place: str) -> None:
         "file": "it is a file; ",
         "file/below": f"'{tmp_path / 'file'}' is a file; ",
         "dangling": "it is a link that",
+        "dangling/below": f"'{tmp_path / 'dangling'}' is a link that",
+        "loop": "it is a link that",
     }
     assert f"cannot be used: {words.get(place, '')}" in str(refused.value)
     assert str(refused.value).count(f"{tmp_path / place}") == 1 or place in ("loop/store", "n" * 300)
@@ -91,10 +94,14 @@ def test_a_disk_that_cannot_be_read_is_no_file(tmp_path: Path, monkeypatch: pyte
     """A store in a folder whose disk fails for a moment may be opened again: it is not taken for a file, which would
     refuse it for good. Since Python 3.14 `Path` says in so many words that what it cannot look at is no folder."""
 
-    def fail(*_: object, **__: object) -> os.stat_result:
-        raise OSError(errno.EIO, "Input/output error")
-
     (folder := tmp_path / "store").mkdir()
+    look = Path.stat
+
+    def fail(path: Path, **how: bool) -> os.stat_result:
+        if path == folder:
+            raise OSError(errno.EIO, "Input/output error")
+        return look(path, **how)
+
     with monkeypatch.context() as patched:
         patched.setattr(Path, "stat", fail)
         for question in ("exists", "is_dir", "is_file", "is_symlink"):
@@ -103,6 +110,21 @@ def test_a_disk_that_cannot_be_read_is_no_file(tmp_path: Path, monkeypatch: pyte
             Disk().make_folder(folder)
     assert failed.value.errno not in FOR_THE_USER
     Disk().make_folder(folder)
+
+
+def test_a_space_that_cannot_be_looked_into_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is another user's, and comes first of those in the folder: ours is opened all the same."""
+    (foreign := tmp_path / ("0" * 32)).mkdir()
+
+    def look(path: Path, **how: bool) -> int | None:
+        if path.parent == foreign:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return mode_at(path, **how)
+
+    monkeypatch.setattr(file_space, "mode_at", look)
+    with Rig(tmp_path) as rig:
+        rig.write(1)
+        assert rig.read(1) == 1
 
 
 def test_nothing_asks_a_path_that_hides_errors() -> None:
