@@ -18,7 +18,7 @@ def test_nothing_is_computed_between_two_workers(monkeypatch: pytest.MonkeyPatch
     later; two soaks saw wrong bytes of the model's own."""
     call, seen = StoryUser.call, list[str]()
 
-    def slowly_told(user: StoryUser, verb: str, asked: Callable[[], Any], limit_seconds: float = 0.0) -> Any:
+    def slowly_told(user: StoryUser, verb: str, asked: Callable[[], Any], *limits: float, **more: Any) -> Any:
         host = user.world.host
         if verb == "kv_lost" and "kv_lost" not in seen:
             seen.append("is told")
@@ -26,7 +26,7 @@ def test_nothing_is_computed_between_two_workers(monkeypatch: pytest.MonkeyPatch
         elif verb == "sleep":
             while not seen or seen[-1] != "is told":
                 host.sleep(0.01)
-        result = call(user, verb, asked, limit_seconds)
+        result = call(user, verb, asked, *limits, **more)
         if seen or verb == "kv_lost":
             seen.append(verb)
         return result

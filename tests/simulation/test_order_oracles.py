@@ -22,8 +22,8 @@ SEEN = {
         ALL_FAULTS,
         "a receive ends well without its owner's last word",
     ),
-    "a copy down lands where it does not fit": (7, FAILING_COPIES, "a copy is not where its task has put it"),
-    "an owner confirms what it does not hold any more": (2, LATE, "an owner confirms what it does not hold"),
+    "a copy down lands where it does not fit": (60, FAILING_COPIES, "a copy is not where its task has put it"),
+    "an owner confirms what it does not hold any more": (10, LATE, "an owner confirms what it does not hold"),
 }
 _MOST_STORIES = 20
 REAPED_LATE = "ids go home before the rank is reaped"
