@@ -58,8 +58,8 @@ class FileAdmin:
         self.where = f"folder {str(self._folder)!r}"
         with self._failures():
             if not is_folder(self._folder, follow_links=True):
-                is_file = mode_at(self._folder, follow_links=True) is not None
-                raise StorageRefusedError(f"there is no {self.where}{': it is a file' if is_file else ''}")
+                why = "" if mode_at(self._folder, follow_links=True) is None else ": it is a file"
+                raise StorageRefusedError(f"there is no {self.where}{why}")
             self._disk.check_folder(self._folder, may_be_link=True)
             if others_in(self._folder):
                 raise StorageRefusedError(f"{self.where} is no store: nothing in it is one's")
