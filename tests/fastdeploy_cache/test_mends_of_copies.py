@@ -91,6 +91,14 @@ def swapping_out() -> tuple[CacheModel, CallerTransfer, list[int], Request]:
     return model, transfer, ids, request
 
 
+def check_swapped_out(model: CacheModel, transfer: CallerTransfer, ids: list[int], request: Request) -> None:
+    """The copies are cached, and the blocks are read no more: given back, they are free at once."""
+    assert transfer.succeeded and model.cache.blocks.lookup(request).num_cpu_blocks == 4
+    model.check()
+    model.cache.blocks.free(ids)
+    assert model.cache.stats().gpu.num_free == 8
+
+
 def test_a_callers_copies_go_home_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have come and joined the tree, and nobody could list those that have not: the copy has succeeded, and the
     caller's blocks are read no more."""
@@ -98,10 +106,7 @@ def test_a_callers_copies_go_home_without_memory(monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patched:
         patched.setattr(copies, "array", no_memory)
         model.client.land_all()
-    assert transfer.succeeded and model.cache.blocks.lookup(request).num_cpu_blocks == 4
-    model.check()
-    model.cache.blocks.free(ids)
-    assert model.cache.stats().gpu.num_free == 8
+    check_swapped_out(model, transfer, ids, request)
     model.finish()
 
 
@@ -120,10 +125,8 @@ def test_copies_that_cannot_be_told_of_have_come(monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patched:
         patched.setattr(books, "note", fail_to_note)
         model.client.land_all()
-    assert transfer.succeeded and model.cache.blocks.lookup(request).num_cpu_blocks == 4
-    model.check()
-    model.cache.blocks.free(ids)
-    assert model.cache.stats().gpu.num_free == 8 and model.cache.stats().num_failed_steps["landing"] == 1
+    check_swapped_out(model, transfer, ids, request)
+    assert model.cache.stats().num_failed_steps["landing"] == 1
     model.steps_may_fail = True
     model.finish()
 
