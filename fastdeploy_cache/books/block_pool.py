@@ -33,8 +33,8 @@ _WORDS = {FREE: "free", RUN: "cached", REQUEST: "a request's", TASK: "being copi
 class BlockPool:
     """Hands out ids 0..num_blocks-1, lowest first, and checks every hand-over. One thread at a time."""
 
-    def __init__(self, tier: str, num_blocks: int, new_table: Callable[[int], IdTable] = new_id_table) -> None:
-        self.tier = tier
+    def __init__(self, name: str, num_blocks: int, new_table: Callable[[int], IdTable] = new_id_table) -> None:
+        self.name = name
         self.num_blocks = num_blocks
         self._table = new_table(num_blocks)
         self.count: Callable[[Owner], int] = self._table.count  # blocks of this owner
@@ -159,12 +159,12 @@ class BlockPool:
         seen = set()
         for block_id in ids:
             if not 0 <= block_id < self.num_blocks:
-                raise BlockOwnerError(f"{self.tier} has no block {block_id}; ids are 0 to {self.num_blocks - 1}")
+                raise BlockOwnerError(f"{self.name} has no block {block_id}; ids are 0 to {self.num_blocks - 1}")
             is_twice = block_id in seen or self._num_readers.get(block_id, 0) < 0
             if self._table.owners[block_id] != giver or is_twice:
                 owner = "given twice" if is_twice else _WORDS[self.owner(block_id)]
                 raise BlockOwnerError(
-                    f"{self.tier} block {block_id} is {owner}, not {_WORDS[giver]}; give each back once, by its owner"
+                    f"{self.name} block {block_id} is {owner}, not {_WORDS[giver]}; give each back once, by its owner"
                 )
             seen.add(block_id)
         raise AssertionError("nothing to refuse")

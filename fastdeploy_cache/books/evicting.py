@@ -6,7 +6,7 @@ from array import array
 
 from fastdeploy_cache.books.block_pool import CALLER, RUN
 from fastdeploy_cache.books.residency import Residency
-from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, Run, Tier
+from fastdeploy_cache.books.run import GPU, ID_BYTES, Run, Tier
 from fastdeploy_cache.books.taps import Loss
 
 _LOSSES = (Loss.GPU, Loss.CPU)  # by Tier: why something is evicted from it
@@ -121,22 +121,14 @@ def evict_tail(residency: Residency, run: Run, tier: Tier, at_most: int) -> int:
 
     Returns how many of them are free now: blocks that storage is reading are free when it has read them.
     """
-    num_free, num_gpu = residency.pools[tier].num_free, len(run.gpu) // ID_BYTES
-    taken = run.cpu_end - max(run.num_held, run.cpu_start) if tier else num_gpu - run.num_held
+    pool, why, num_there = residency.pools[tier], _LOSSES[tier], len(run.cpu if tier else run.gpu) // ID_BYTES
+    num_free = pool.num_free
+    taken = run.cpu_end - max(run.num_held, run.cpu_start) if tier else num_there - run.num_held
     if taken > at_most:  # noqa: PLR1730 (min() would be a tenth of a one-block call)
         taken = at_most
-    if tier:
-        end = max(num_gpu, run.cpu_end - taken)
-        on_gpu_alone = num_gpu == run.num_blocks
-        residency.free_tail(run, CPU, len(run.cpu) // ID_BYTES - taken, Loss.CPU)
-        if not on_gpu_alone:
-            residency.truncate(run, end, Loss.CPU)
-    else:
-        num_left = num_gpu - taken
-        end = residency.end_without(run, num_left) if run.cpu else num_left
-        residency.free_tail(run, GPU, num_left, Loss.GPU)
-        residency.truncate(run, end, Loss.GPU)
-    num_freed = residency.pools[tier].num_free - num_free
+    residency.free_tail(run, tier, num_there - taken, why)
+    residency.truncate(run, residency.end_of(run), why)
+    num_freed = pool.num_free - num_free
     return num_freed if num_freed < taken else taken  # noqa: FURB136 (as above)
 
 
@@ -161,4 +153,4 @@ def evict_run(residency: Residency, evicted: array[int]) -> None:
         residency.count_child(run, GPU, -1)
     for left in residency.taps.left:
         left(run, GPU, num_held, len(gone), Loss.GPU)
-    residency.truncate(run, residency.end_without(run, num_held), Loss.GPU)
+    residency.truncate(run, residency.end_of(run), Loss.GPU)

@@ -27,9 +27,9 @@ class Graves:
             of an epoch, by namespace.
     """
 
-    def __init__(self, truncate: Callable[[Run, int], None], pools: tuple[BlockPool, BlockPool]) -> None:
-        """`truncate`: see `Residency`."""
-        self._truncate, self._pools = truncate, pools
+    def __init__(self, forget: Callable[[Run], None], pools: tuple[BlockPool, BlockPool]) -> None:
+        """`forget`: cuts a run back to what is held of it."""
+        self._forget, self._pools = forget, pools
         self.roots: list[Run] = []
         self.open: list[tuple[Run, Children] | tuple[None, Roots]] = []
 
@@ -72,7 +72,7 @@ class Graves:
                 self._look_through(child)
             else:
                 try:
-                    self._truncate(child, child.num_held)
+                    self._forget(child)
                 except BaseException:  # no memory: it is looked at again
                     below[cast("Any", key)] = child
                     raise
@@ -80,7 +80,7 @@ class Graves:
     def _end(self, run: Run) -> None:
         """What nobody holds below it has gone."""
         if run.parent is not None:
-            self._truncate(run, run.num_held)
+            self._forget(run)
         elif not run.children and run in self.roots:  # else it has gone with its last holder, or has something left
             self.roots.remove(run)
 

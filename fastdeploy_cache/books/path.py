@@ -1,13 +1,27 @@
-"""What a path from the root down has on the GPU, on its way there, and below."""
+"""What a path from the root down has on the GPU, on its way there, and below; and where a request can go on."""
 
 from __future__ import annotations
 
 from array import array
+from typing import Protocol
 
 from fastdeploy_cache.books.run import GPU, Run
 from fastdeploy_cache.books.transfer import Transfer, segments_of
 
 Part = tuple[Run, int, int]  # a run, its first block, number of blocks
+
+
+class PromptImages(Protocol):
+    """What a request's prompt says about where the request can go on."""
+
+    def whole_images(self, num_blocks: int, block_size: int) -> int:
+        """The most blocks up to `num_blocks` whose end lies inside no image."""
+        ...
+
+
+def usable_end(prompt: PromptImages, num_blocks: int, block_size: int) -> int:
+    """Return how many of the first `num_blocks` blocks, which are cached, a request can go on behind."""
+    return prompt.whole_images(num_blocks, block_size)
 
 
 def gpu_ids(path: list[Run], num_blocks: int) -> array[int]:

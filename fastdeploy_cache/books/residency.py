@@ -180,13 +180,12 @@ class Residency:
 
     def _let_go(self, run: Run) -> None:
         """Less of a run is held: it may be evicted from now on or, where it is of an older epoch, is freed."""
-        if run.epoch != self.epoch:
-            if not run.children and not self.graves.is_open(run):  # else it goes behind what is below it
-                self._forget(run, run.num_held)
-        else:
+        if run.epoch == self.epoch:
             self.offer(run, GPU)
             if run.cpu:
                 self.offer(run, CPU)
+        elif not run.children and not self.graves.is_open(run):  # else it goes behind what is below it
+            self._forget(run)
 
     # -- what goes
 
@@ -195,10 +194,11 @@ class Residency:
         parent.remove_child(self.key(run))
         run.forget()
 
-    @staticmethod
-    def end_without(run: Run, num_gpu: int) -> int:
-        """Where a run ends that has only so many blocks left on the GPU: where copies go on behind them, they stay."""
-        return run.cpu_end if run.cpu_start <= num_gpu < run.cpu_end else num_gpu
+    def end_of(self, run: Run) -> int:
+        """Where a run may end: behind its last block in a tier and, in an earlier epoch, behind what is held of it."""
+        num_gpu = len(run.gpu) // ID_BYTES
+        end = run.cpu_end if run.cpu and run.cpu_start <= num_gpu < run.cpu_end else num_gpu
+        return end if run.epoch == self.epoch else run.num_held
 
     def truncate(self, run: Run, num_blocks: int, why: Loss) -> None:
         """End a run after `num_blocks` blocks, of which none behind is held, and drop everything beneath it."""
@@ -220,9 +220,9 @@ class Residency:
             self.free_tail(run, CPU, run.num_in(CPU, num_blocks), why)
         run.cut(num_blocks, self.block_bytes)
 
-    def _forget(self, run: Run, num_blocks: int) -> None:
-        """The same of a run of an older epoch."""
-        self.truncate(run, num_blocks, self._forgotten_by)
+    def _forget(self, run: Run) -> None:
+        """End a run of an older epoch where it may end."""
+        self.truncate(run, self.end_of(run), self._forgotten_by)
 
     def _remove_subtree(self, run: Run, why: Loss) -> None:
         below = [run]

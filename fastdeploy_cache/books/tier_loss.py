@@ -79,4 +79,4 @@ def drop_cpu(books: Books) -> None:
         if run.cpu and run.epoch == tree.epoch:
             packed = tree.residency.take_copies(run, Loss.RANK)
             tree.pools[CPU].free(memoryview(packed).cast("i"), RUN)  # a list of them would need memory
-            tree.residency.truncate(run, run.num_gpu, Loss.RANK)
+            tree.residency.truncate(run, tree.residency.end_of(run), Loss.RANK)

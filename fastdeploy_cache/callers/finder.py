@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.path import usable_end
 from fastdeploy_cache.books.run import GPU, Run
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.request import Request
@@ -27,4 +28,4 @@ class Finder:
         if GPU in self._books.asleep:
             return [], 0
         path, num_found = self._books.tree.find(request.namespace, self.keys(request), most)
-        return path, request.whole_images(num_found, self._size)
+        return path, usable_end(request, num_found, self._size)

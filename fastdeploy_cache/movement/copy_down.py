@@ -49,7 +49,10 @@ class CopyDown:
         self._num_reserve = max(1, num_gpu - int(num_gpu * config.cpu_write_high_water))
         self._min_uses = config.cpu_write_min_uses
         self._own = self._through, self._selective, self._min_uses  # without storage
-        self._max_in_flight = max(1, min(self._num_reserve, _MAX_BYTES_IN_FLIGHT // max(1, config.block_bytes())))
+        self._block_bytes = max(1, config.block_bytes())  # in a simulation there are no bytes
+        self._max_bytes_in_flight = max(
+            self._block_bytes, min(self._num_reserve * self._block_bytes, _MAX_BYTES_IN_FLIGHT)
+        )
         self._piece_blocks = max(MIN_STORE_BLOCKS, _PIECE_TOKENS // config.block_size)
         self._look_after = max(1, self._num_reserve // 4)  # blocks: a quarter of what the last look went over
         self._young_batch = min(self._look_after, self._piece_blocks)
@@ -203,7 +206,7 @@ class CopyDown:
         run, first, length = part
         num_started = 0
         while length > 0:
-            num_room = self._max_in_flight - self._mover.num_storing
+            num_room = self._max_bytes_in_flight // self._block_bytes - self._mover.num_storing
             if num_room <= 0 or num_started >= at_most or not self._mover.can(TaskKind.SWAP_OUT):
                 self._has_more = True  # also where the ranks are down: the next verbs look again
                 break

@@ -20,7 +20,9 @@ class Loader:
     def __init__(self, config: CacheConfig, books: Books, mover: BlockMover, speeds: LoadOrCompute) -> None:
         self._books, self._mover, self._speeds = books, mover, speeds
         self._size = config.block_size
-        self._min_blocks, self._max_blocks = config.load_limits()
+        self._min_blocks, max_blocks = config.load_limits()
+        self._block_bytes = max(1, config.block_bytes())  # in a simulation there are no bytes
+        self._max_bytes = max_blocks * self._block_bytes
         self._config = config
         self.refused_for = Cause.ROOM, ""  # why the last load that was refused was, and with which numbers
         self.lacks_room = False  # whether that was for want of blocks alone
@@ -50,10 +52,11 @@ class Loader:
 
     def is_allowed(self, num_blocks: int) -> bool:
         """Whether so many are within the upper limit: for those that were fetched from storage to be loaded."""
-        if num_blocks > self._max_blocks:
-            share = f"max_load_share allows {self._max_blocks} blocks, and it has {num_blocks}"
+        is_allowed = num_blocks * self._block_bytes <= self._max_bytes
+        if not is_allowed:
+            share = f"max_load_share allows {self._max_bytes // self._block_bytes} blocks, and it has {num_blocks}"
             self.refused_for = Cause.LIMIT, share
-        return num_blocks <= self._max_blocks
+        return is_allowed
 
     def start(self, parts: Sequence[Part], num_cold: int, num_rest: int = 0) -> bool:
         """Load parts of a pinned path, `num_cold` blocks, for a prompt that needs `num_rest` others: all or nothing.

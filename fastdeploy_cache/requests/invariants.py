@@ -94,11 +94,11 @@ def _check_owners(
     owned[TASK] += held_ids
     owned[TASK] += pool.deferred_ids
     everything = sorted(i for ids in owned.values() for i in ids)
-    assert everything == list(range(pool.num_blocks)), f"{pool.tier}: some block has no owner or two"
+    assert everything == list(range(pool.num_blocks)), f"{pool.name}: some block has no owner or two"
     assert pool.num_free == len(owned[FREE])
     for owner, ids in owned.items():
-        assert pool.count(owner) == len(ids), f"{pool.tier}: {pool.count(owner)} {owner.name} counted, {len(ids)} found"
-        assert sorted(ids) == pool.ids_of(owner), f"{pool.tier}: owner {owner.name} is noted otherwise"
+        assert pool.count(owner) == len(ids), f"{pool.name}: {pool.count(owner)} {owner.name} counted, {len(ids)} found"
+        assert sorted(ids) == pool.ids_of(owner), f"{pool.name}: owner {owner.name} is noted otherwise"
 
 
 def _check_pins(

@@ -11,7 +11,7 @@ from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.books.leaves.policy import Asked
-from fastdeploy_cache.books.path import coming_and_cold, coming_ids, gpu_ids
+from fastdeploy_cache.books.path import coming_and_cold, coming_ids, gpu_ids, usable_end
 from fastdeploy_cache.books.run import GPU, Run
 from fastdeploy_cache.books.transfer import Transfer, segments_of
 from fastdeploy_cache.config.cache import CacheConfig
@@ -70,7 +70,7 @@ class Matcher:
         elif max_blocks and request.num_tokens == (max_blocks + 1) * tree.block_size:
             self._misses.pass_over(active)
         if request.images:
-            active.trail.num_whole_blocks = num_found = request.whole_images(num_found, tree.block_size)
+            active.trail.num_whole_blocks = num_found = usable_end(request, num_found, tree.block_size)
         if num_found:
             active.trail.idle_since = path[-1].used_last
             self._pin(active, path, num_found)
@@ -90,7 +90,7 @@ class Matcher:
             self.end_prefetch(active)
             return
         path, num_found = tree.find(request.namespace, active.keys, active.asked.num_asked)
-        num_found = request.whole_images(num_found, tree.block_size)
+        num_found = usable_end(request, num_found, tree.block_size)
         may_load = active.room is None or self._loader.is_allowed(num_found - active.num_gpu_blocks)
         if not may_load:  # what it waits for is within the limits, and no more of it
             self.end_prefetch(active)
@@ -136,7 +136,7 @@ class Matcher:
         self, active: ActiveRequest, path: list[Run], num_near: int, num_sure: int, why: tuple[Cause, str]
     ) -> None:
         """Nothing behind `num_near` blocks is loaded: what storage has lies behind that, too."""
-        num_near = active.request.whole_images(num_near, self._tree.block_size)  # others have computed or load these
+        num_near = usable_end(active.request, num_near, self._tree.block_size)  # others have computed or load these
         active.trail.refused_for, active.num_unloaded_blocks = why, active.num_pinned_blocks - num_near
         self._pin(active, path, max(num_sure, num_near))
         self.end_prefetch(active)
@@ -226,7 +226,7 @@ class Matcher:
         """What is cached of a request's first blocks, counted as a touch: what is queued is not the coldest."""
         size = self._tree.block_size
         path, num_found = self._tree.find(request.namespace, keys, num_blocks)
-        num_found = request.whole_images(num_found, size)
+        num_found = usable_end(request, num_found, size)
         num_gpu = len(gpu_ids(path, num_found))
         if path:
             self._tree.policy.touch(path)
@@ -250,7 +250,7 @@ class Matcher:
         """The ids of those pinned blocks that may be read, and the pinned path."""
         path = active.pin.run.path() if active.pin is not None else []
         ids = gpu_ids(path, active.num_pinned_blocks)
-        del ids[active.request.whole_images(len(ids), self._tree.block_size) :]
+        del ids[usable_end(active.request, len(ids), self._tree.block_size) :]
         return ids, path
 
     def show(self, active: ActiveRequest, *, is_final: bool = False) -> tuple[array[int], int]:

@@ -75,8 +75,8 @@ def whole_step(layout: RankLayout, places: Places) -> tuple[Step, ...]:
 def leading_strips(layout: RankLayout, places: Places, num_tokens: int | None) -> list[Strip]:
     """The strips of the first `num_tokens` tokens of each block, or of all, in every layer and part, without images."""
     strips = []
-    for in_layer in places:
-        for part, place in zip(layout.parts, in_layer, strict=True):
+    for layer, in_layer in enumerate(places):
+        for part, place in zip(layout.parts_of(layer), in_layer, strict=True):
             stripe = part.num_bytes // part.num_stripes
             width = stripe if num_tokens is None else part.leading_bytes(num_tokens)
             rows = (Rows(part.num_stripes, stripe, stripe),)
@@ -87,7 +87,7 @@ def leading_strips(layout: RankLayout, places: Places, num_tokens: int | None) -
 def _step(layout: RankLayout, places: Places, first: int, end: int) -> Step:
     pieces: list[Strip] = []
     for layer in range(first, end):
-        for index, (part, place) in enumerate(zip(layout.parts, places[layer], strict=True)):
+        for index, (part, place) in enumerate(zip(layout.parts_of(layer), places[layer], strict=True)):
             image_offset = layout.image_offset_bytes(layer, index)
             piece = Strip(place.segment, place.offset_bytes, place.stride_bytes, part.num_bytes, image_offset)
             joined = _joined(pieces[-1], piece) if pieces else None

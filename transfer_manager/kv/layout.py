@@ -240,6 +240,11 @@ class RankLayout:
         """Bytes of one block's image in the CPU tier; what a copy of it moves."""
         return self.num_layers * self.layer_bytes
 
+    def parts_of(self, layer: int) -> tuple[KVPart, ...]:
+        """The arrays of a block in one layer."""
+        assert 0 <= layer < self.num_layers
+        return self.parts
+
     def num_layer_blocks(self, layer: int, num_gpu_blocks: int) -> int:
         """Blocks that a layer's arrays hold beside a GPU pool of `num_gpu_blocks`."""
         is_extra = layer >= self.num_layers - self.num_extra_layers
@@ -267,7 +272,7 @@ class RankLayout:
 
     def image_offset_bytes(self, layer: int, part: int) -> int:
         """Where a part begins inside a block's image."""
-        return layer * self.layer_bytes + sum(p.num_bytes for p in self.parts[:part])
+        return layer * self.layer_bytes + sum(p.num_bytes for p in self.parts_of(layer)[:part])
 
     def place(self, layer: int, part: int, num_gpu_blocks: int) -> Place:
         """Where a part's pieces are inside a rank's KV memory of `num_gpu_blocks` blocks."""
@@ -276,13 +281,13 @@ class RankLayout:
         num_blocks = self.num_layer_blocks(layer, num_gpu_blocks)
         num_main = min(layer, self.num_layers - self.num_extra_layers)
         above = self.layer_bytes * (num_main * num_gpu_blocks + (layer - num_main) * num_blocks)
-        in_layer = sum(p.num_bytes for p in self.parts[:part]) * num_blocks
-        return Place(0, above + in_layer, self.parts[part].num_bytes, num_blocks)
+        in_layer = sum(p.num_bytes for p in self.parts_of(layer)[:part]) * num_blocks
+        return Place(0, above + in_layer, self.parts_of(layer)[part].num_bytes, num_blocks)
 
     def places(self, num_gpu_blocks: int) -> Places:
         """`place` for every layer and part."""
         return tuple(
-            tuple(self.place(layer, part, num_gpu_blocks) for part in range(len(self.parts)))
+            tuple(self.place(layer, part, num_gpu_blocks) for part in range(len(self.parts_of(layer))))
             for layer in range(self.num_layers)
         )
 
@@ -302,9 +307,9 @@ class RankLayout:
                 )
                 .view(part.storage_dtype)
                 .reshape(place.num_blocks, *part.storage_shape)
-                for part, place in zip(self.parts, in_layer, strict=True)
+                for part, place in zip(self.parts_of(layer), in_layer, strict=True)
             }
-            for in_layer in places
+            for layer, in_layer in enumerate(places)
         ]
 
     def check_places(self, places: Places, segment_bytes: Sequence[int], num_gpu_blocks: int) -> None:
@@ -314,7 +319,7 @@ class RankLayout:
                 f"KV arrays of {len(places)} layers; the layout has {self.num_layers} of {len(self.parts)} parts each"
             )
         for layer, in_layer in enumerate(places):
-            for part, place in zip(self.parts, in_layer, strict=True):
+            for part, place in zip(self.parts_of(layer), in_layer, strict=True):
                 inside = 0 <= place.segment < len(segment_bytes) and place.offset_bytes >= 0
                 end = place.offset_bytes + (place.num_blocks - 1) * place.stride_bytes + part.num_bytes
                 if not inside or place.stride_bytes < part.num_bytes or end > segment_bytes[place.segment]:

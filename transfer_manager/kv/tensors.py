@@ -81,10 +81,11 @@ def array_places(layout: RankLayout, layers: Sequence[Mapping[str, ArrayLike]]) 
         raise LayoutError(f"KV arrays of {len(layers)} layers; the layout has {layout.num_layers}")
     found = []
     for index, arrays in enumerate(layers):
-        names = {part.name for part in layout.parts}
+        parts = layout.parts_of(index)
+        names = {part.name for part in parts}
         if set(arrays) != names:
             raise LayoutError(f"layer {index} has arrays {sorted(arrays)}; the layout's parts are {sorted(names)}")
-        found.append([_checked(f"layer {index} {part.name}", part, arrays[part.name]) for part in layout.parts])
+        found.append([_checked(f"layer {index} {part.name}", part, arrays[part.name]) for part in parts])
     return found
 
 
@@ -114,7 +115,8 @@ def placed(
         num_blocks, stride = array.shape[0], array.strides_bytes[0]
         return Place(*home_of(part, array, (num_blocks - 1) * stride + part.num_bytes), stride, num_blocks)
 
-    return tuple(tuple(map(place, layout.parts, in_layer)) for in_layer in array_places(layout, layers))
+    places = enumerate(array_places(layout, layers))
+    return tuple(tuple(map(place, layout.parts_of(layer), in_layer)) for layer, in_layer in places)
 
 
 def local_segments(
