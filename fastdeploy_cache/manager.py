@@ -79,7 +79,7 @@ class PrefixCacheManager:
             StorageRefusedError, PeerRefusedError, ConfigError: settings of these are wrong, or `policy` is none.
             NotEnoughMemoryError: the pools do not fit; nothing was taken.
         """
-        self.config = config
+        self.config = config.check_uniform("the cache itself as yet")
         clock = clock if isinstance(clock, Clock) else Clock(clock)
         _check_policy(policy)
         client = client if client is not None else new_client(config, clock)  # first: it refuses what does not fit

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from fastdeploy_cache import CacheConfig
-from fastdeploy_cache.errors import CacheError, DeviceError, LaunchError, StorageRefusedError
+from fastdeploy_cache.errors import CacheError, DeviceError, LaunchError, StorageRefusedError, counted
 from fastdeploy_cache.ipc.memory_limit import check_available
 from fastdeploy_cache.ipc.peer_channel import load_keys
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
+from fastdeploy_cache.transfer_manager.kv.parts import KVPart
 from fastdeploy_cache.transfer_manager.peer.signature import load_secret
 from fastdeploy_cache.transfer_manager.storage import check_store
 from fastdeploy_cache.transfer_manager.storage.file_place import check_place
@@ -29,7 +31,7 @@ def describe(config: CacheConfig) -> str:
         total_bytes = _total_bytes(config)
         in_all = f"{total_bytes} in all ({total_bytes / 2**30:.2f} GiB)"
         lines.append(f"bytes: {layout.block_bytes} per block and rank, {in_all}")
-        lines.append(f"parts of a block in each of {layout.num_layers} layers: {_parts(layout)}")
+        lines += _describe_rows(config, layout)
     if (storage := config.storage) is not None:
         place = {"file": storage.folder, "valkey": storage.server_url, "mooncake": storage.master_address}
         kind = f"{storage.kind} {place.get(storage.kind) or ''}".rstrip()
@@ -37,6 +39,35 @@ def describe(config: CacheConfig) -> str:
         if storage.kind == "file":
             lines.append(f"bytes on disk: {storage.capacity_bytes} in all, {storage.capacity_bytes // 2**30} GiB")
     return "\n".join(lines)
+
+
+def _describe_rows(config: CacheConfig, layout: RankLayout) -> list[str]:
+    """Where all layers are alike, what a block of each has; else each row, and what a checkpoint takes and is worth."""
+    if not layout.rows:
+        return [f"parts of a block in each of {counted(layout.num_layers, 'layer')}: {_parts(layout.parts)}"]
+    lines, token_bytes = [], layout.block_bytes / config.block_size
+    for index, (row, units) in enumerate(
+        zip(layout.rows, (config.pool_sizes()[0], *config.unit_counts()), strict=True)
+    ):
+        layers = [layer for layer in layout.layers if layer.row == index]
+        unit_bytes = layout.unit_bytes(index)
+        lines.append(
+            f"row {row}: {counted(len(layers), 'layer')}; {units} {'units' if index else 'blocks'} of {unit_bytes} "
+            f"bytes a rank, {units * unit_bytes / 2**30:.2f} GiB"
+        )
+        lines += [f"  parts in a layer: {parts}" for parts in dict.fromkeys(_parts(layer.parts) for layer in layers)]
+        if index:
+            num_units = row.num_checkpoint_units
+            worth = round(num_units * unit_bytes / token_bytes)
+            lines.append(f"  of a checkpoint: {counted(num_units, 'unit')}, as full KV of {counted(worth, 'token')}")
+    num_bytes, pages = layout.checkpoint_bytes, layout.num_checkpoint_pages
+    lost = 1 - num_bytes / (pages * layout.block_bytes) if pages else 0.0
+    worth = round(num_bytes / token_bytes)
+    lines.append(
+        f"checkpoint: at most {num_bytes} bytes a rank ({num_bytes / 2**20:.1f} MiB), as full KV of "
+        f"{counted(worth, 'token')}; {counted(pages, 'page')} of the CPU pool, of which {lost:.1%} stays empty"
+    )
+    return lines
 
 
 def find_problems(config: CacheConfig) -> list[str]:
@@ -120,8 +151,8 @@ def _check_disk(folder: Path, capacity_bytes: int) -> None:
         )
 
 
-def _parts(layout: RankLayout) -> str:
-    return ", ".join(f"{part.name} {list(part.shape)} {part.dtype}" for part in layout.parts)
+def _parts(parts: Sequence[KVPart]) -> str:
+    return ", ".join(f"{part.name} {list(part.shape)} {part.dtype}" for part in parts)
 
 
 def _total_bytes(config: CacheConfig) -> int:
@@ -129,5 +160,5 @@ def _total_bytes(config: CacheConfig) -> int:
     layout, (num_gpu_blocks, num_cpu_blocks) = config.rank_layout(), config.pool_sizes()
     if layout is None:
         return 0
-    gpu_bytes = layout.gpu_bytes(num_gpu_blocks) if config.transfer.device == "cpu" else 0
+    gpu_bytes = layout.gpu_bytes(num_gpu_blocks, config.unit_counts()) if config.transfer.device == "cpu" else 0
     return config.transfer.tp_size * (gpu_bytes + num_cpu_blocks * layout.block_bytes)

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.config.cache import CONFIG_KINDS
 from fastdeploy_cache.config.sources import Sources, from_environment, from_file
+from fastdeploy_cache.config.tables import LISTS
 
 _WIDTH = 110
+_WIDEST = 60  # of a column: what is longer moves those behind it
 _FOLLOWS = "follows from"
 _SAID = {  # what a sample says, as it has no default: with a small model's layout it can be tried as it is
     "block_size": 64,
@@ -29,6 +31,11 @@ _EXAMPLES = {  # what has no default, of tables that a sample leaves out
     "storage.weights_id": "my-model@1",
     "storage.folder": "/ssd/kv",
     "peer.weights_id": "my-model@1",
+    "layout.groups.kind": "window",
+    "layout.groups.layers": [0, 1, 2],
+    "layout.groups.reach_tokens": 1024,
+    "layout.groups.parts.name": "ssm",
+    "layout.groups.parts.shape": [32, 128, 128],
 }
 _LAYOUT_NOTE = (
     "The model's KV, here that of SmolLM2-135M as an example: put yours. A model's config.json calls these "
@@ -101,19 +108,35 @@ def _in_force(config: CacheConfig, origins: Mapping[str, str]) -> list[InForce]:
         for field in dataclasses.fields(part):
             if table or field.name not in CONFIG_KINDS:
                 name = f"{table}.{field.name}" if table else field.name
-                said = InForce(name, getattr(part, field.name), origins.get(name, "default"))
+                value = getattr(part, field.name)
+                if name in LISTS and value:
+                    found += _entries_in_force(name, value, origins)
+                    continue
+                said = InForce(name, value, origins.get(name, "default"))
                 found.append(following.get(name, said) if said.value in (None, ()) else said)
+    return found
+
+
+def _entries_in_force(name: str, entries: Sequence[Any], origins: Mapping[str, str]) -> list[InForce]:
+    """Each entry of a list of tables, with what it says."""
+    found = []
+    for place, entry in enumerate(entries):
+        said = {key: value for key, value in dataclasses.asdict(entry).items() if value not in (None, ())}
+        at = f"{name}[{place}]"
+        found.append(InForce(at, said, origins.get(at) or origins.get(name, "default")))
     return found
 
 
 def _following(config: CacheConfig) -> dict[str, InForce]:
     """What settings come to that say nothing by themselves."""
     (num_gpu_blocks, num_cpu_blocks), transfer = config.pool_sizes(), config.transfer
+    has_rows = config.layout is not None and bool(config.layout.groups)
     sizes = [name for name in ("cpu_memory_bytes", "cpu_to_gpu_ratio") if getattr(config, name)]
     origin = f"{_FOLLOWS} {'storage.staging_bytes' if not sizes else sizes[0]}" if num_cpu_blocks else "default"
     found = (
         InForce("num_gpu_blocks", num_gpu_blocks, f"{_FOLLOWS} gpu_memory_bytes"),
         InForce("num_cpu_blocks", num_cpu_blocks, origin),
+        InForce("num_gpu_units", list(config.unit_counts()), f"{_FOLLOWS} max_running" if has_rows else "default"),
         InForce("transfer.kv_owner", transfer.owner_of_kv, f"{_FOLLOWS} transfer.device"),
         InForce("transfer.device_ids", list(map(transfer.device_id, range(transfer.tp_size))), f"{_FOLLOWS} tp_size"),
     )
@@ -123,7 +146,7 @@ def _following(config: CacheConfig) -> dict[str, InForce]:
 def show_table(found: Sequence[InForce]) -> str:
     """Aligned columns; what somebody has said is marked by a star."""
     rows = [("*" if each.is_said else "", each.name, _toml(each.value), each.origin) for each in found]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    widths = [min(_WIDEST, max((len(row[column]) for row in rows), default=0)) for column in range(3)]
     return "\n".join(
         f"{row[0]:{widths[0]}} {row[1]:{widths[1]}}  {row[2]:{widths[2]}}  {row[3]}".rstrip() for row in rows
     )
@@ -145,7 +168,9 @@ def sample_file() -> str:
                 continue
             name = f"{table}.{field.name}" if table else field.name
             lines += _comment(texts[field.name])
-            if name in _SAID:
+            if name in LISTS:
+                lines += [f"# {field.name} = []  # or tables, such as this one:", "", *_list_sample(name)]
+            elif name in _SAID:
                 lines += [f"{field.name} = {_SAID[name]}", ""]
             elif name in _EXAMPLES:
                 lines += [f"# {field.name} = {_toml(_EXAMPLES[name])}  # an example, and no default", ""]
@@ -159,6 +184,22 @@ def _header(table: str) -> list[str]:
         return []
     is_said = any(name.startswith(f"{table}.") for name in _SAID)
     return [*_comment(_LAYOUT_NOTE), f"[{table}]", ""] if is_said else [f"# [{table}]", ""]
+
+
+def _list_sample(name: str) -> list[str]:
+    """Each key of an entry of a list of tables, commented out."""
+    texts = meanings(LISTS[name])
+    lines = [f"# [[{name}]]"]
+    for field in dataclasses.fields(LISTS[name]):
+        lines += _comment(texts[field.name])
+        inner = f"{name}.{field.name}"
+        lines += _list_sample(inner) if inner in LISTS else [f"# {field.name} = {_example(inner, field)}".rstrip()]
+        lines += [""]
+    return lines
+
+
+def _example(name: str, field: dataclasses.Field[Any]) -> str:
+    return _toml(_EXAMPLES[name]) if name in _EXAMPLES else _default(field)
 
 
 def _comment(text: str) -> list[str]:
@@ -192,5 +233,5 @@ def _toml(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_toml(each) for each in value)}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items() if each is not None) + "}"
     return json.dumps(value)

@@ -17,6 +17,7 @@ from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.callers.copies import BlockCopies
 from fastdeploy_cache.callers.view import BlockView
 from fastdeploy_cache.config.insight import InsightConfig
+from fastdeploy_cache.config.tables import LISTS
 from fastdeploy_cache.insight.control.control import Control
 from fastdeploy_cache.insight.insight import Insight
 from fastdeploy_cache.ipc.peer_channel import make_keys
@@ -270,6 +271,7 @@ def test_every_setting_is_documented() -> None:
     fields |= {f"storage.{f.name}": f for f in dataclasses.fields(StorageConfig)}
     fields |= {f"peer.{f.name}": f for f in dataclasses.fields(PeerConfig)}
     fields |= {f"insight.{f.name}": f for f in dataclasses.fields(InsightConfig)}
+    fields |= {f"{name}.{f.name}": f for name, of in LISTS.items() for f in dataclasses.fields(of)}
     assert rows.keys() == fields.keys()
     for name, field in fields.items():
         if isinstance(field.default, int | float) and not isinstance(field.default, bool):

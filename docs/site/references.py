@@ -10,6 +10,7 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
 from fastdeploy_cache.config.cache import CONFIG_KINDS
+from fastdeploy_cache.config.tables import LISTS
 from fastdeploy_cache.launch.config_show import meanings
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 
@@ -90,6 +91,8 @@ def type_words(hint: object) -> str:
         return " or ".join(f'"{each}"' for each in arguments)
     if origin in (Union, UnionType):
         return " or ".join(type_words(each) for each in arguments if each is not type(None))
+    if origin is tuple and arguments[0] in LISTS.values():
+        return "list of tables"
     if origin is tuple:
         return f"list of {type_words(arguments[0])}s"
     if origin is Mapping:

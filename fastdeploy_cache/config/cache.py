@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
 from fastdeploy_cache.config.insight import InsightConfig
+from fastdeploy_cache.config.row_pools import check_row_pools, check_row_values, gpu_blocks_in, units_of
+from fastdeploy_cache.config.tables import LISTS, OPTIONAL_TABLES, TABLES, as_settings, check_tables
 from fastdeploy_cache.errors import ConfigError, LayoutError, counted
 from fastdeploy_cache.ipc.codec import taken_apart
 from fastdeploy_cache.policies import DEFAULT_HISTORY_BYTES, EVICTION_POLICIES, MIN_HISTORY_BYTES
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
-from fastdeploy_cache.transfer_manager.settings import check_integers, meant, names_checked
+from fastdeploy_cache.transfer_manager.settings import check_integers, names_checked
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 
 if TYPE_CHECKING:
@@ -25,14 +27,6 @@ if TYPE_CHECKING:
 
 WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
 _ALTERNATIVES = (("num_gpu_blocks", "gpu_memory_bytes"), ("num_cpu_blocks", "cpu_memory_bytes", "cpu_to_gpu_ratio"))
-_TABLES: dict[str, type] = {
-    "layout": KVLayout,
-    "transfer": TransferConfig,
-    "storage": StorageConfig,
-    "peer": PeerConfig,
-    "insight": InsightConfig,
-}
-_OPTIONAL_TABLES = ("layout", "storage", "peer")
 ROLES = ("mixed", "prefill", "decode")
 PREFETCH_POLICIES = ("timeout", "best_effort", "wait_complete")
 LOAD_POLICIES = ("auto", "always", "never")
@@ -47,6 +41,13 @@ class CacheConfig:
         block_size: tokens per block, 1 to 1024.
         num_gpu_blocks: blocks of the GPU pool. Give these, or `gpu_memory_bytes`.
         gpu_memory_bytes: bytes per rank to fill with GPU blocks. They need a layout.
+        num_gpu_units: units (blocks of a window or chunk, or states) of each row behind the full one, in the order in
+            which `config check` prints them. Without them each row has what `max_running` requests need, and a
+            checkpoint for each 4,096 tokens of the GPU pool.
+        max_running: how many requests of a hybrid model run at a time.
+        checkpoint_every_tokens: of a hybrid model's prompt a checkpoint is made every so many tokens, beside those at
+            its end and where prompts part. 0 makes none.
+        checkpoints_per_path: how many checkpoints stay on the way to the last one of a prompt, where no prompts part.
         num_cpu_blocks: blocks of the CPU pool; 0 means no CPU tier. Give these, `cpu_memory_bytes` or
             `cpu_to_gpu_ratio`.
         cpu_memory_bytes: bytes per rank to fill with CPU blocks.
@@ -106,6 +107,10 @@ class CacheConfig:
     block_size: int = 64
     num_gpu_blocks: int | None = None
     gpu_memory_bytes: int | None = None
+    num_gpu_units: tuple[int, ...] = ()
+    max_running: int = 64
+    checkpoint_every_tokens: int = 0
+    checkpoints_per_path: int = 4
     num_cpu_blocks: int | None = None
     cpu_memory_bytes: int | None = None
     cpu_to_gpu_ratio: float | None = None
@@ -148,12 +153,14 @@ class CacheConfig:
                 "without bytes use transfer_client='inline'"
             )
         try:
-            self.rank_layout()
+            layout = self.rank_layout()
             if self.storage is not None:
                 self.storage.check_capacity(self.block_bytes(), self.transfer.tp_size)
         except LayoutError as error:
             raise ConfigError(str(error)) from error
         gpu, cpu = self.pool_sizes()
+        if layout is not None:
+            check_row_pools(self, layout, (gpu, cpu))
         if gpu < 1:
             given = f"gpu_memory_bytes {self.gpu_memory_bytes} holds {gpu} blocks of {self.block_bytes()} bytes"
             raise ConfigError(f"{given}; the GPU pool needs at least 1 block")
@@ -163,9 +170,9 @@ class CacheConfig:
     def _check_values(self) -> None:
         """Each value by itself."""
         check_integers(self, ConfigError)
-        for name, table in _TABLES.items():
+        for name, table in TABLES.items():
             value = getattr(self, name)
-            if not isinstance(value, table) and not (name in _OPTIONAL_TABLES and value is None):
+            if not isinstance(value, table) and not (name in OPTIONAL_TABLES and value is None):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; give a {table.__name__}")
         if not 1 <= self.block_size <= 1024:
             raise ConfigError(f"block_size is {self.block_size}; use 1 to 1024 tokens")
@@ -183,6 +190,7 @@ class CacheConfig:
                 raise ConfigError(f"{name} is {value}; use 0 or more")
         self._check_movement()
         self._check_storage()
+        check_row_values(self)
         self._check_peer()
         if self.transfer_client not in ("processes", "inline"):
             raise ConfigError(f"transfer_client is {self.transfer_client!r}; use 'processes' or 'inline'")
@@ -281,10 +289,23 @@ class CacheConfig:
             assert self.gpu_memory_bytes is not None
             layout = self.rank_layout()
             assert layout is not None
-            gpu = layout.num_gpu_blocks_in(self.gpu_memory_bytes)
+            fit = layout.num_gpu_blocks_in if not layout.rows else partial(gpu_blocks_in, self, layout)
+            gpu = fit(self.gpu_memory_bytes)
         if (num_cpu := self._num_cpu_blocks(gpu)) or self.storage is None:
             return gpu, num_cpu
         return gpu, max(8, self.storage.staging_bytes // self.block_bytes())  # what storage goes through then
+
+    def unit_counts(self) -> tuple[int, ...]:
+        """Units of the GPU pool of each row behind the full one; none where all layers are alike."""
+        layout = self.rank_layout()
+        return units_of(self, layout.rows, self.pool_sizes()[0]) if layout is not None else ()
+
+    def check_uniform(self, who: str) -> Self:
+        """Return itself. Raise `ConfigError` where not all layers keep everything: `who` serves no other models."""
+        if self.layout is not None and self.layout.groups:
+            kinds = ", ".join(group.kind for group in self.layout.groups)
+            raise ConfigError(f"layout.groups has kinds {kinds}, which {who} does not serve; leave layout.groups out")
+        return self
 
     def _num_cpu_blocks(self, num_gpu_blocks: int) -> int:
         if self.num_cpu_blocks is not None:
@@ -319,44 +340,27 @@ class CacheConfig:
 
         sources = from_file(path) if path is not None else Sources()
         try:
-            check_types(sources.settings, CONFIG_KINDS)
+            check_types(sources.settings, SETTING_KINDS)
         except ConfigError as error:
-            raise sources.blame(error, CONFIG_KINDS) from error
+            raise sources.blame(error, SETTING_KINDS) from error
         sources.merge(from_environment(os.environ if environment is None else environment), _ALTERNATIVES)
-        arguments = {key: _as_settings(value) for key, value in overrides.items()}
+        arguments = {key: as_settings(value) for key, value in overrides.items()}
         sources.merge(from_arguments(arguments), _ALTERNATIVES)
         try:
             check_keys(sources.settings)
             config: CacheConfig = msgspec.convert(with_sizes(sources.settings), taken_apart(cls), strict=False)
         except (msgspec.ValidationError, ConfigError, LayoutError) as error:
-            raise sources.blame(error, CONFIG_KINDS) from error
+            raise sources.blame(error, SETTING_KINDS) from error
         return config, sources.origins
 
 
-CONFIG_KINDS: Mapping[str, type] = {"": CacheConfig, **_TABLES}  # the class of the whole, and those of its tables
+CONFIG_KINDS: Mapping[str, type] = {"": CacheConfig, **TABLES}  # the class of the whole, and those of its tables
+SETTING_KINDS: Mapping[str, type] = {**CONFIG_KINDS, **LISTS}  # and those of the entries of lists of tables
 
 
 def check_keys(settings: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for the first unknown key, naming the right one that is near, or all."""
-    _check_table("", settings, CacheConfig)
-    for name, table in _TABLES.items():
-        if name in settings:
-            if not isinstance(settings[name], Mapping):
-                raise ConfigError(f"{name} is {settings[name]!r}; it is a table")
-            _check_table(f"{name}.", settings[name], table)
-
-
-def _check_table(prefix: str, settings: Mapping[str, Any], table: Any) -> None:
-    known = [f.name for f in dataclasses.fields(table)]
-    for key in settings:
-        if key not in known:
-            part = next((name for name in _TABLES if not prefix and key.startswith(f"{name}_")), None)
-            if part is not None:  # `transfer_tp_size`: of a table, and joined to its name in another way
-                names = [f.name for f in dataclasses.fields(_TABLES[part])]
-                what = meant(key.removeprefix(f"{part}_"), names, f"{part}.")
-            else:
-                what = meant(key, known, prefix)
-            raise ConfigError(f"unknown key {prefix + key!r}; {what}")
+    check_tables(settings, CacheConfig)
 
 
 def _one_of(config: CacheConfig, names: tuple[str, ...], required: bool) -> None:
@@ -365,8 +369,3 @@ def _one_of(config: CacheConfig, names: tuple[str, ...], required: bool) -> None
         one = "one" if required else "at most one"
         found = f"{' and '.join(given)} are given" if given else "the size of the GPU pool is missing"
         raise ConfigError(f"{found}; give {one} of {', '.join(names)}")
-
-
-def _as_settings(value: Any) -> Any:
-    is_table = isinstance(value, (KVLayout, TransferConfig, StorageConfig, PeerConfig))
-    return dataclasses.asdict(value) if is_table else value

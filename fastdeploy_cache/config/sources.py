@@ -24,6 +24,7 @@ _NUMBER_OR_BOOLEAN = re.compile(r"[-+]?[0-9._]+(e[-+]?\d+)?|true|false", re.IGNO
 _MAX_LINES_OF_VALUE = 200  # of a longer one, and of what follows it, no line is told
 _MOST_NESTED = 32  # tables and lists in each other: ours are three
 _MOST_BITS = 4096  # of a whole number
+NUMBER_LISTS = ("device_ids", "num_gpu_units")  # keys of numbers with commas between them, where they are a text
 _AT = re.compile(r"(?P<text>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
 _ENTRY = re.compile(r"\[([^\]]*)\]")  # of a list by its number, or of a table by `...`: some entry
 
@@ -53,14 +54,14 @@ class Sources:
 
         Args:
             error: of a conversion, or of our own that begins with the setting's name.
-            kinds: the class of the whole, under "", and those of tables by name.
+            kinds: the class of the whole, under "", and those of tables and of entries of lists by name.
         """
         text, path = str(error), ""
         if (found := _AT.fullmatch(text)) is not None:
             text, path = _plain(found["text"], found["path"], self._value(found["path"]), kinds)
         unknown = re.match(r"unknown key '([^']*)'", text)
-        named = unknown[1] if unknown is not None else _ENTRY.sub("", text.partition(" ")[0])
-        origin = self.origins.get(named) or self.origins.get(_ENTRY.sub("", path), "")
+        named = unknown[1] if unknown is not None else text.partition(" ")[0]
+        origin = self._origin(named) or self._origin(path)
         if (several := re.match(r"\w+(?: and \w+)+(?= are given;)", text)) is not None:
             origin = " and ".join(dict.fromkeys(filter(None, map(self.origins.get, several[0].split(" and ")))))
         if unknown is not None and not origin:  # a table that is said by what is in it
@@ -70,6 +71,12 @@ class Sources:
                 text += f" As a variable that is {ENVIRONMENT_PREFIX}{meant[1].upper()}__{meant[2].upper()}."
             text += " Unset the variable if it is not meant for this cache."
         return ConfigError(f"{origin}: {text}" if origin else text)
+
+    def _origin(self, name: str) -> str:
+        """Where a setting was said. What lies in a list of tables may have been said with all of the list."""
+        while name not in self.origins and "[" in name:
+            name = name.rpartition("[" if name.endswith("]") else ".")[0]
+        return self.origins.get(name, "")
 
     def _value(self, path: str) -> Any:
         value: Any = self.settings
@@ -132,12 +139,15 @@ def _at_fault(path: str | Path, text: str) -> str:
 
 def check_types(settings: Mapping[str, Any], kinds: Mapping[str, Any], prefix: str = "") -> None:
     """Raise `ConfigError` for a text where a file, which can say numbers, has to. Sizes in bytes may have a unit."""
-    declared = {item.name: str(item.type) for item in dataclasses.fields(kinds[prefix])}
+    declared = {item.name: str(item.type) for item in dataclasses.fields(kinds[_ENTRY.sub("", prefix)])}
     for name, value in settings.items():
-        if not prefix and name in kinds and isinstance(value, Mapping):
-            check_types(value, kinds, name)
-            continue
         kind, where = declared.get(name, "").removesuffix(" | None"), f"{prefix}.{name}" if prefix else name
+        if _ENTRY.sub("", where) in kinds and isinstance(value, (Mapping, list)):
+            inner = {where: value} if isinstance(value, Mapping) else {f"{where}[{i}]": v for i, v in enumerate(value)}
+            for at, table in inner.items():
+                if isinstance(table, Mapping):
+                    check_types(table, kinds, at)
+            continue
         is_list = kind == "tuple[int, ...]"
         kind = "int" if is_list else kind
         texts = [each for each in (value if is_list and isinstance(value, list) else [value]) if isinstance(each, str)]
@@ -155,7 +165,7 @@ def from_environment(environment: Mapping[str, str]) -> Sources:
     for name, value in environment.items():
         if name.startswith(ENVIRONMENT_PREFIX) and name not in _NO_SETTINGS:
             table, _, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().rpartition("__")
-            parsed = [part for part in value.split(",") if part] if key == "device_ids" else value
+            parsed = [part for part in value.split(",") if part] if key in NUMBER_LISTS else value
             (found.settings.setdefault(table, {}) if table else found.settings)[key] = parsed
             found.origins[f"{table}.{key}" if table else key] = f"environment variable {name}"
     return found
@@ -167,9 +177,16 @@ def from_arguments(arguments: Mapping[str, Any]) -> Sources:
 
 
 def _keys(settings: Mapping[str, Any]) -> list[str]:
-    """Each key, those in tables with the table's name; tables, too."""
-    inner = [f"{key}.{name}" for key, value in settings.items() if isinstance(value, Mapping) for name in value]
-    return [*settings, *inner]
+    """Each key, those in tables with the table's name, those in lists of tables with their place, too; tables, too."""
+    found = []
+    for key, value in settings.items():
+        found.append(key)
+        if isinstance(value, Mapping):
+            found += [f"{key}.{name}" for name in _keys(value)]
+        elif isinstance(value, list):
+            tables = ((f"{key}[{place}]", each) for place, each in enumerate(value) if isinstance(each, Mapping))
+            found += [name for at, each in tables for name in (at, *(f"{at}.{inner}" for inner in _keys(each)))]
+    return found
 
 
 def _lines_of(text: str) -> dict[str, int]:
@@ -180,6 +197,7 @@ def _lines_of(text: str) -> dict[str, int]:
     together.
     """
     found: dict[str, int] = {}
+    num_entries: dict[tuple[str, ...], int] = {}  # so far, of each list of tables: by its path with all places
     table: tuple[str, ...] = ()
     lines, first = text.split("\n"), 0
     while first < len(lines):
@@ -189,19 +207,36 @@ def _lines_of(text: str) -> dict[str, int]:
                 break
         else:
             return found
-        is_header = lines[first].lstrip().startswith("[")
+        header = lines[first].lstrip()
+        is_header = header.startswith("[")
         paths = list(_paths(said))
+        if header.startswith("[["):
+            begun = (*_placed(paths[-1][:-1], num_entries), paths[-1][-1])
+            num_entries[begun] = num_entries.get(begun, 0) + 1
         for path in paths:
-            found.setdefault(".".join(path if is_header else (*table, *path)), first + 1)
-        table, first = paths[-1] if is_header else table, end
+            name = ".".join(_placed(path, num_entries) if is_header else (*table, *path))
+            found.setdefault(name, first + 1)
+            found.setdefault(name.removesuffix("[0]"), first + 1)  # the list begins there, too
+        table, first = _placed(paths[-1], num_entries) if is_header else table, end
     return found
 
 
+def _placed(path: tuple[str, ...], num_entries: Mapping[tuple[str, ...], int]) -> tuple[str, ...]:
+    """The path of a header, with the place of the last entry at each list of tables."""
+    placed: tuple[str, ...] = ()
+    for name in path:
+        number = num_entries.get((*placed, name))
+        placed = (*placed, name if number is None else f"{name}[{number - 1}]")
+    return placed
+
+
 def _paths(said: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """The keys of one statement, each with those that it lies in, and the innermost last."""
+    """The keys of one statement, each with those that it lies in, and the innermost last. Of a list of tables these
+    are the keys of the one that is begun."""
     for key, value in said.items():
         yield (key,)
-        for path in _paths(value) if isinstance(value, Mapping) else ():
+        begun = value[0] if isinstance(value, list) and value and isinstance(value[0], Mapping) else value
+        for path in _paths(begun) if isinstance(begun, Mapping) else ():
             yield (key, *path)
 
 
@@ -218,7 +253,7 @@ def _plain(text: str, path: str, value: Any, kinds: Mapping[str, Any]) -> tuple[
         return f"{path} is {value!r}; give {wanted}", path
     if text.startswith("Invalid enum value"):
         table, _, name = path.rpartition(".")
-        choices = [str(choice) for choice in _choices(typing.get_type_hints(kinds[table])[name])]
+        choices = [str(choice) for choice in _choices(typing.get_type_hints(kinds[_ENTRY.sub("", table)])[name])]
         return f"{path} is {value!r}; use one of {', '.join(choices)}", path
     return text, path
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fastdeploy_cache.transfer_manager.kv.layout import STORAGE_DTYPES, KVLayout, KVPart, RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
+from fastdeploy_cache.transfer_manager.kv.parts import STORAGE_DTYPES, KVPart
 
 NUM_GPU_BLOCKS, NUM_CPU_BLOCKS = 12, 17
 _MODEL: dict[str, object] = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8}

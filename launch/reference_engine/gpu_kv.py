@@ -11,7 +11,8 @@ from fastdeploy_cache.launch.reference_engine.paged_kv import KVShard
 from fastdeploy_cache.transfer_manager.device.cuda import export_kv, open_segment
 from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda
 from fastdeploy_cache.transfer_manager.kv.dlpack import MemoryArray
-from fastdeploy_cache.transfer_manager.kv.layout import KVPart, RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
+from fastdeploy_cache.transfer_manager.kv.parts import KVPart
 from fastdeploy_cache.transfer_manager.kv.tensors import ArrayPlace
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache import CacheConfig, KVLayout
-from fastdeploy_cache.config.sources import Sources, from_file
+from fastdeploy_cache.config.sources import NUMBER_LISTS, Sources, from_file
 from fastdeploy_cache.errors import ConfigError, LaunchError, counted
 from fastdeploy_cache.launch.reference_engine.serving import layout_of
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
@@ -95,7 +95,7 @@ def _load(files: ModelFiles, path: Path | None, settings: Sequence[str]) -> Cach
         if not equals:
             raise ConfigError(f"--set {setting!r} is no KEY=VALUE")
         table, _, key = name.rpartition(".")
-        parsed = value.split(",") if key == "device_ids" else value
+        parsed = value.split(",") if key in NUMBER_LISTS else value
         (overrides.setdefault(table, {}) if table else overrides)[key] = parsed
     layout = layout_of(files.spec)
     if "layout" in overrides:

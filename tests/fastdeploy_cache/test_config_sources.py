@@ -211,6 +211,12 @@ device_ids = [
 ]
 [[many]]
 many_name = 1
+[[many.inner]]
+name = 1
+[[many]]
+[[many.inner]]
+[[many.inner]]
+name = 2
 [storage]
 'folder'='/x'
 '''
@@ -228,8 +234,18 @@ WHERE = {
     "transfer.tp_size": 16,
     "transfer.device_ids": 17,
     "many": 20,
-    "storage": 22,
-    "storage.folder": 23,
+    "many[0]": 20,
+    "many[0].many_name": 21,
+    "many[0].inner": 22,
+    "many[0].inner[0]": 22,
+    "many[0].inner[0].name": 23,
+    "many[1]": 24,
+    "many[1].inner": 25,
+    "many[1].inner[0]": 25,
+    "many[1].inner[1]": 26,
+    "many[1].inner[1].name": 27,
+    "storage": 28,
+    "storage.folder": 29,
 }
 
 

@@ -27,7 +27,8 @@ from fastdeploy_cache.launch.config_check import find_problems
 from fastdeploy_cache.launch.config_show import sample_file
 from fastdeploy_cache.launch.reference_engine import weights
 from fastdeploy_cache.policies import EVICTION_POLICIES
-from fastdeploy_cache.transfer_manager.kv.layout import STORAGE_DTYPES, KVLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
+from fastdeploy_cache.transfer_manager.kv.parts import STORAGE_DTYPES
 
 COMMAND = [sys.executable, "-m", "fastdeploy_cache.launch"]
 

@@ -12,7 +12,8 @@ import pytest
 
 from fastdeploy_cache.transfer_manager.device import strips
 from fastdeploy_cache.transfer_manager.device.strips import Step, load_steps, whole_step
-from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, KVPart, Place, Places, RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, Place, Places, RankLayout
+from fastdeploy_cache.transfer_manager.kv.parts import KVPart
 
 NUM_BLOCKS = 5
 SEGMENT = 10**9  # device addresses are segment * SEGMENT + offset

@@ -19,8 +19,9 @@ from fastdeploy_cache.transfer_manager.device.base import DeviceSetup, check_ids
 from fastdeploy_cache.transfer_manager.device.copy_kernel import KERNEL_ALIGNMENT, CopyKernel, PieceTable
 from fastdeploy_cache.transfer_manager.device.cuda_driver import Addresses, Cuda
 from fastdeploy_cache.transfer_manager.device.strips import Strip, leading_strips, load_steps, whole_step
-from fastdeploy_cache.transfer_manager.kv.layout import KVPart, Places, RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import Places, RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, SegmentHandle
+from fastdeploy_cache.transfer_manager.kv.parts import KVPart
 from fastdeploy_cache.transfer_manager.kv.tensors import ArrayPlace, placed
 from fastdeploy_cache.transfer_manager.task import Lane, TaskKind
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -10,20 +10,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.transfer_manager.kv.groups import KVGroup, Row, check_groups, rows_of
+from fastdeploy_cache.transfer_manager.kv.parts import PER_STORED, STORAGE_DTYPES, KVPart, check_aligned
 from fastdeploy_cache.transfer_manager.settings import check_integers, names_checked
 
-# name -> NumPy dtype of its storage; what NumPy has no type for is stored as an unsigned integer
-STORAGE_DTYPES: dict[str, str] = {
-    "float32": "float32",
-    "float16": "float16",
-    "bfloat16": "uint16",
-    "float8_e4m3": "uint8",
-    "float8_e5m2": "uint8",
-    "int8": "int8",
-    "uint8": "uint8",
-    "int4": "uint8",  # two elements a byte, packed along the last dimension
-}
-_PER_STORED: dict[str, int] = {"int4": 2}
 MAX_LAYERS = 4000  # a layer's number shares a 32-bit progress word with its task's
 
 
@@ -50,6 +40,8 @@ class KVLayout:
         extra_layer_block_ratio: blocks of the extra layers' arrays for each block of the GPU pool, 1 or more.
         device_order: `layer_first` makes an array for each layer and part. `block_first` puts all of a block side by
             side.
+        groups: the layers of a hybrid model, by what they keep. Without groups all layers keep everything; extra layers
+            always do.
 
     Raises:
         LayoutError: a size or a combination that cannot be, with the numbers.
@@ -66,6 +58,7 @@ class KVLayout:
     num_extra_layers: int = 0
     extra_layer_block_ratio: float = 1.0
     device_order: Literal["layer_first", "block_first"] = "layer_first"
+    groups: tuple[KVGroup, ...] = ()
 
     def __post_init__(self) -> None:
         check_integers(self, LayoutError, prefix="layout.")
@@ -87,6 +80,23 @@ class KVLayout:
             raise LayoutError(f"layout.extra_layer_block_ratio is {ratio} without layout.num_extra_layers; give both")
         if not 1 <= ratio <= 1024 or (ratio != 1 and self.device_order == "block_first"):
             raise LayoutError(f"layout.extra_layer_block_ratio is {ratio}; use 1 or more, and 1 with block_first")
+        if self.groups:
+            self._check_groups()
+
+    def _check_groups(self) -> None:
+        if self.device_order == "block_first":
+            raise LayoutError("layout.device_order is 'block_first' with layout.groups; use 'layer_first'")
+        check_groups(self.groups, self.num_layers)
+        for index, group in enumerate(self.groups):
+            try:
+                self._of_group(group)
+            except LayoutError as error:
+                raise LayoutError(str(error).replace("layout.", f"layout.groups[{index}].", 1)) from error
+
+    def _of_group(self, group: KVGroup) -> KVLayout:
+        """The layout of a model whose layers are all like those of a group that is no state."""
+        alike: dict[str, Any] = {"groups": (), "num_extra_layers": 0, "extra_layer_block_ratio": 1.0}
+        return dataclasses.replace(self, **{**alike, "num_layers": len(group.layers), **group.own_fields()})
 
     def _check_value(self) -> None:
         if self.value_head_dim is not None and self.value_head_dim < 0:
@@ -96,13 +106,13 @@ class KVLayout:
                 f"layout.value_head_dim is 0 (latent attention) with {self.num_kv_heads} KV heads; "
                 "the latent is one head that every rank holds: use num_kv_heads = 1"
             )
-        per_stored = _PER_STORED.get(self.dtype, 1)
+        per_stored = PER_STORED.get(self.dtype, 1)
         for dim in (self.head_dim, self.value_head_dim or 0):
             if dim % per_stored:
                 raise LayoutError(f"{dim} elements of {self.dtype} do not fill whole bytes; use a multiple of 2")
 
     def _check_scales(self) -> None:
-        if self.scale_dtype in _PER_STORED:
+        if self.scale_dtype in PER_STORED:
             raise LayoutError(f"layout.scale_dtype is {self.scale_dtype!r}; a packed dtype holds no scales")
         if self.scale_elements is None:
             return
@@ -129,6 +139,32 @@ class KVLayout:
         """The share of one rank of `tp_size`, in blocks of `block_size` tokens."""
         if block_size < 1:
             raise LayoutError(f"block_size is {block_size}; it must be at least 1 token")
+        parts = self._parts(tp_size, block_size)
+        return RankLayout(
+            num_layers=self.num_layers + self.num_extra_layers,
+            parts=parts,
+            num_extra_layers=self.num_extra_layers,
+            extra_layer_block_ratio=self.extra_layer_block_ratio,
+            device_order=self.device_order,
+            rows=rows_of(self.groups, block_size) if self.groups else (),
+            layers=self._layers(tp_size, block_size, RankLayer(parts, 0)) if self.groups else (),
+        )
+
+    def _layers(self, tp_size: int, block_size: int, extra: RankLayer) -> tuple[RankLayer, ...]:
+        rows, by_number = rows_of(self.groups, block_size), dict[int, RankLayer]()
+        for index, group in enumerate(self.groups):
+            if group.kind == "state":
+                where = f"layout.groups[{index}].parts"
+                parts = tuple(part.for_rank(tp_size, f"{where}[{each}]") for each, part in enumerate(group.parts))
+                check_aligned(parts)
+            else:
+                parts = self._of_group(group).for_rank(tp_size, block_size).parts
+            layer = RankLayer(parts, rows.index(Row(group.kind, group.reach_tokens, block_size)))
+            by_number |= dict.fromkeys(group.layers, layer)
+        return (*(by_number[number] for number in range(self.num_layers)), *(extra,) * self.num_extra_layers)
+
+    def _parts(self, tp_size: int, block_size: int) -> tuple[KVPart, ...]:
+        """The arrays of one rank's block in each layer that keeps keys and values by the layout's own fields."""
         heads = self.heads_per_rank(tp_size)
         value_dim = self.head_dim if self.value_head_dim is None else self.value_head_dim
         names = (("key", self.head_dim), ("value", value_dim)) if value_dim else (("latent", self.head_dim),)
@@ -138,70 +174,13 @@ class KVLayout:
                 self._part(f"{name}_scale", block_size, heads, dim // (self.scale_elements or dim), self.scale_dtype)
                 for name, dim in names
             ]
-        _check_aligned(parts)
-        return RankLayout(
-            num_layers=self.num_layers + self.num_extra_layers,
-            parts=tuple(parts),
-            num_extra_layers=self.num_extra_layers,
-            extra_layer_block_ratio=self.extra_layer_block_ratio,
-            device_order=self.device_order,
-        )
+        check_aligned(parts)
+        return tuple(parts)
 
     def _part(self, name: str, block_size: int, heads: int, dim: int, dtype: str) -> KVPart:
         if self.heads_first:
             return KVPart(name, (heads, block_size, dim), dtype, token_axis=1)
         return KVPart(name, (block_size, heads, dim), dtype)
-
-
-def _check_aligned(parts: Sequence[KVPart]) -> None:
-    """Every item of every part has to lie at a multiple of its size, wherever blocks begin."""
-    above, whole = 0, sum(part.num_bytes for part in parts)
-    for part in parts:
-        item_bytes = np.dtype(part.storage_dtype).itemsize
-        if above % item_bytes or whole % item_bytes:
-            raise LayoutError(
-                f"{part.name} of {item_bytes} bytes an item begins {above} bytes into a layer of {whole}, "
-                "which are no multiples of it; use a larger block_size or dimensions that are multiples of 4"
-            )
-        above += part.num_bytes
-
-
-@dataclass(frozen=True)
-class KVPart:
-    """One array of a block in one layer: `shape` in elements without the block dimension, `dtype` of `STORAGE_DTYPES`.
-
-    `token_axis` is the dimension of `shape` that counts the block's tokens; None where a part is of the whole block.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    token_axis: int | None = 0
-
-    @property
-    def storage_dtype(self) -> str:
-        """The NumPy dtype that holds it."""
-        return STORAGE_DTYPES[self.dtype]
-
-    @property
-    def storage_shape(self) -> tuple[int, ...]:
-        """`shape` in stored elements: packed dtypes have fewer in the last dimension."""
-        return (*self.shape[:-1], self.shape[-1] // _PER_STORED.get(self.dtype, 1))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of this part for one block in one layer."""
-        return math.prod(self.storage_shape) * np.dtype(self.storage_dtype).itemsize
-
-    @property
-    def num_stripes(self) -> int:
-        """Pieces that lie before each other's tokens: 1 where the tokens come first; each holds all tokens in order."""
-        return math.prod(self.shape[: self.token_axis]) if self.token_axis is not None else 1
-
-    def leading_bytes(self, num_tokens: int) -> int:
-        """Bytes at the front of each stripe that hold the first `num_tokens` tokens; all without a token axis."""
-        stripe_bytes = self.num_bytes // self.num_stripes
-        return stripe_bytes if self.token_axis is None else stripe_bytes // self.shape[self.token_axis] * num_tokens
 
 
 class Place(NamedTuple):
@@ -216,12 +195,22 @@ class Place(NamedTuple):
 Places = tuple[tuple[Place, ...], ...]  # by layer, by part
 
 
+@dataclass(frozen=True)
+class RankLayer:
+    """One layer of a hybrid model: the arrays of a block, or of a state, and the place of its row in
+    `RankLayout.rows`."""
+
+    parts: tuple[KVPart, ...]
+    row: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankLayout:
     """One rank's share of a block: `parts` in each of `num_layers` layers, the extra ones (the last) included.
 
     On the device a rank's KV memory is by `device_order`; `place` says where. In the CPU tier a block is one
-    contiguous image: for each layer, its parts one after the other.
+    contiguous image: for each layer, its parts one after the other. Of a hybrid model `layers` says what each layer
+    has, and a block is what the layers of the full row have, which is the first of `rows`.
     """
 
     num_layers: int
@@ -229,6 +218,8 @@ class RankLayout:
     num_extra_layers: int = 0
     extra_layer_block_ratio: float = 1.0
     device_order: Literal["layer_first", "block_first"] = "layer_first"
+    rows: tuple[Row, ...] = ()
+    layers: tuple[RankLayer, ...] = ()  # none: all are alike, and of the full row
 
     @property
     def layer_bytes(self) -> int:
@@ -238,20 +229,41 @@ class RankLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block's image in the CPU tier; what a copy of it moves."""
-        return self.num_layers * self.layer_bytes
+        return self.unit_bytes(0) if self.layers else self.num_layers * self.layer_bytes
+
+    def unit_bytes(self, row: int) -> int:
+        """Bytes of one unit of a row: in all its layers."""
+        return sum(part.num_bytes for layer in self.layers if layer.row == row for part in layer.parts)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the largest checkpoint: the units of all rows behind the full one. 0 where all layers are alike."""
+        return sum(row.num_checkpoint_units * self.unit_bytes(index) for index, row in enumerate(self.rows) if index)
+
+    @property
+    def num_checkpoint_pages(self) -> int:
+        """Blocks of the CPU tier that the largest checkpoint takes there: as many pages, in which it is packed."""
+        return -(-self.checkpoint_bytes // self.block_bytes)
 
     def parts_of(self, layer: int) -> tuple[KVPart, ...]:
         """The arrays of a block in one layer."""
         assert 0 <= layer < self.num_layers
-        return self.parts
+        return self.layers[layer].parts if self.layers else self.parts
 
-    def num_layer_blocks(self, layer: int, num_gpu_blocks: int) -> int:
-        """Blocks that a layer's arrays hold beside a GPU pool of `num_gpu_blocks`."""
+    def num_layer_blocks(self, layer: int, num_gpu_blocks: int, num_gpu_units: Sequence[int] = ()) -> int:
+        """Blocks or units that a layer's arrays hold beside a GPU pool of `num_gpu_blocks`, and pools of so many units
+        of the rows behind the full one."""
+        if self.layers and (row := self.layers[layer].row):
+            return num_gpu_units[row - 1]
         is_extra = layer >= self.num_layers - self.num_extra_layers
         return int(num_gpu_blocks * self.extra_layer_block_ratio) if is_extra else num_gpu_blocks
 
-    def gpu_bytes(self, num_gpu_blocks: int) -> int:
-        """Bytes of the KV memory of a GPU pool, that of extra layers included."""
+    def gpu_bytes(self, num_gpu_blocks: int, num_gpu_units: Sequence[int] = ()) -> int:
+        """Bytes of the KV memory of a GPU pool, that of extra layers and of all rows included."""
+        if self.layers:
+            numbers = (self.num_layer_blocks(i, num_gpu_blocks, num_gpu_units) for i in range(self.num_layers))
+            layers = zip(numbers, self.layers, strict=True)
+            return sum(number * part.num_bytes for number, layer in layers for part in layer.parts)
         num_main = self.num_layers - self.num_extra_layers
         num_extra_blocks = self.num_layer_blocks(self.num_layers - 1, num_gpu_blocks)
         return self.layer_bytes * (num_main * num_gpu_blocks + self.num_extra_layers * num_extra_blocks)

@@ -14,8 +14,9 @@ import numpy as np
 from fastdeploy_cache.errors import LayoutError, NotEnoughMemoryError
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.kv.dlpack import MemoryArray, read
-from fastdeploy_cache.transfer_manager.kv.layout import KVPart, Place, Places, RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import Place, Places, RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, SegmentHandle
+from fastdeploy_cache.transfer_manager.kv.parts import KVPart
 
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 (where PyTorch puts it)
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fastdeploy_cache.ipc.codec import Int32Array
-from fastdeploy_cache.transfer_manager.kv.layout import KVPart, Places, RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import Places, RankLayout
+from fastdeploy_cache.transfer_manager.kv.parts import KVPart
 from fastdeploy_cache.transfer_manager.peer.link import Int64Array, Pieces
 
 

@@ -14,6 +14,7 @@ from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 
 OFFER_VERSION = 1
+GROUPS_VERSION = 2  # of an offer whose layout has groups: who knows no groups would take its blocks for whole ones
 ID_BYTES = 16
 _Id = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -53,9 +54,18 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     prompt: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     version: int = OFFER_VERSION
 
+    @property
+    def needed_version(self) -> int:
+        """The version by which its layout can be told."""
+        return GROUPS_VERSION if self.source.layout.groups else OFFER_VERSION
+
     def to_bytes(self) -> bytes:
-        """What it says, for `OfferSigner` to sign."""
-        return encode(self)
+        """What it says, for `OfferSigner` to sign. Without groups these are the bytes from before there were groups."""
+        if self.source.layout.groups:
+            return encode(self)
+        said = msgspec.to_builtins(self, builtin_types=(bytes,))
+        del said["source"]["layout"]["groups"]
+        return msgspec.msgpack.encode(said)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Offer:
@@ -64,8 +74,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
             offer: Offer = decode(data, Offer)
         except (CodecError, LayoutError) as error:
             raise PeerRefusedError(f"{len(data)} bytes are no offer: {error}") from error
-        if offer.version != OFFER_VERSION:
-            raise PeerRefusedError(f"the offer is of version {offer.version}, this is {OFFER_VERSION}; update one side")
+        if offer.version != (needed := offer.needed_version):
+            raise PeerRefusedError(f"the offer is of version {offer.version}, this is {needed}; update one side")
         if offer.source.link != "storage" and len(offer.source.addresses) != offer.source.tp_size:
             ranks = f"{len(offer.source.addresses)} addresses for {offer.source.tp_size} ranks"
             raise PeerRefusedError(f"the offer of {offer.source.name!r} has {ranks}")

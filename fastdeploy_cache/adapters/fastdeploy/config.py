@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from fastdeploy_cache.adapters.fastdeploy.peer_config import peer_config
-from fastdeploy_cache.config.cache import CONFIG_KINDS, ROLES, WRITE_POLICIES, CacheConfig, check_keys
+from fastdeploy_cache.config.cache import ROLES, SETTING_KINDS, WRITE_POLICIES, CacheConfig, check_keys
 from fastdeploy_cache.config.sources import Sources
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.ipc.codec import taken_apart
@@ -113,7 +113,7 @@ def cache_config(
         peer = peer_config(theirs, splitwise_role, peers, weights_id=weights, tp_size=tp_size, pod_ip=pod_ip)
         ours |= {"storage": storage, "role": splitwise_role, "peer": peer}
         _check_arrays(theirs, num_blocks, ours)
-    return CacheConfig(**ours)
+    return CacheConfig(**ours).check_uniform("the adapter for FastDeploy")
 
 
 def _by_door(theirs: Any, extra: Mapping[str, Any], splitwise_role: str) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     try:
         msgspec.convert(with_sizes(given), taken_apart(CacheConfig))
     except msgspec.ValidationError as error:
-        raise Sources(given).blame(error, CONFIG_KINDS) from error
+        raise Sources(given).blame(error, SETTING_KINDS) from error
 
 
 def _storage(theirs: Any, settings: Any) -> StorageConfig | None:

@@ -79,6 +79,7 @@ def new_manager(num_pages: int, page_size: int = 1, **settings: Any) -> PrefixCa
     if "eviction_policy" in settings:
         raise ConfigError(f"eviction_policy is {settings['eviction_policy']!r}; leave it out, nodes go by LRU here")
     config = CacheConfig(**{"transfer_client": "inline", **settings}, block_size=page_size, num_gpu_blocks=num_pages)
+    config.check_uniform("the radix cache of mini-sglang")
     return PrefixCacheManager(config, policy=whole_runs("lru", SYSTEM_CLOCK.now))
 
 

@@ -64,7 +64,7 @@ def new_config(
             **host,
             **settings,
         }
-    )
+    ).check_uniform("the radix cache of SGLang")
 
 
 def new_manager(config: CacheConfig, *, client: TransferClient | None = None) -> PrefixCacheManager:

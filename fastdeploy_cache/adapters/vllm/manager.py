@@ -62,6 +62,7 @@ class KVCacheManager:
             schedules_ahead: `num_computed_tokens` counts steps that still run (asynchronous scheduling, pipelines);
                 then `cache_blocks` alone publishes.
         """
+        manager.config.check_uniform("the block pool for vLLM")
         self.manager = manager
         self.block_size = manager.config.block_size
         self.block_pool = BlockPool(manager)

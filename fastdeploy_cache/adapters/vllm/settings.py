@@ -13,7 +13,8 @@ from fastdeploy_cache.adapters.vllm.needs import check_needs
 from fastdeploy_cache.adapters.vllm.sequences import kv_format_of
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError
-from fastdeploy_cache.transfer_manager.kv.layout import STORAGE_DTYPES, KVLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
+from fastdeploy_cache.transfer_manager.kv.parts import STORAGE_DTYPES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

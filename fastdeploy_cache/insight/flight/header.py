@@ -25,7 +25,9 @@ def header_of(
     settings = {name: getattr(config, name) for name in _DECIDING}
     settings |= {"num_gpu_blocks": num_gpu_blocks, "num_cpu_blocks": num_cpu_blocks}
     if config.layout is not None:
-        settings["layout"] = dataclasses.asdict(config.layout)
+        settings["layout"] = layout = dataclasses.asdict(config.layout)
+        if not layout["groups"]:  # it is left out as before there were groups
+            del layout["groups"]
     return {
         "settings": settings,
         "num_ranks": config.transfer.tp_size,

@@ -1,0 +1,105 @@
+"""The pools of the rows behind the full one: how many units each has, and which settings go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from fastdeploy_cache.errors import ConfigError, counted
+from fastdeploy_cache.transfer_manager.kv.groups import Row
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
+
+TOKENS_PER_CHECKPOINT = 4096  # of the full row's pool: for so many, each other pool has room for a checkpoint
+
+
+class RowSettings(Protocol):
+    """The settings that rows need or exclude, as `CacheConfig` describes them."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_gpu_units(self) -> tuple[int, ...]: ...
+    @property
+    def max_running(self) -> int: ...
+    @property
+    def checkpoint_every_tokens(self) -> int: ...
+    @property
+    def checkpoints_per_path(self) -> int: ...
+    @property
+    def layout(self) -> KVLayout | None: ...
+    @property
+    def storage(self) -> object: ...
+    @property
+    def peer(self) -> object: ...
+
+
+def units_of(config: RowSettings, rows: Sequence[Row], num_gpu_blocks: int) -> tuple[int, ...]:
+    """Units of each row behind the full one: as given, or what `max_running` requests need, and a checkpoint for each
+    4,096 tokens of the full row's pool."""
+    if config.num_gpu_units:
+        return config.num_gpu_units
+    num_checkpoints = -(-num_gpu_blocks * config.block_size // TOKENS_PER_CHECKPOINT)
+    return tuple(
+        config.max_running * row.num_request_units + num_checkpoints * row.num_checkpoint_units for row in rows[1:]
+    )
+
+
+def gpu_blocks_in(config: RowSettings, layout: RankLayout, memory_bytes: int) -> int:
+    """The most blocks of the full row that fit in so many bytes, together with the units of all other rows."""
+    low, high = 0, memory_bytes // layout.block_bytes
+    while low < high:
+        middle = (low + high + 1) // 2
+        if layout.gpu_bytes(middle, units_of(config, layout.rows, middle)) <= memory_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def check_row_values(config: RowSettings) -> None:
+    """Raise `ConfigError` for a value that cannot be, whatever the layout is."""
+    if config.max_running < 1:
+        raise ConfigError(f"max_running is {config.max_running}; it must be at least 1")
+    every = config.checkpoint_every_tokens
+    if every < 0 or every % config.block_size:
+        raise ConfigError(
+            f"checkpoint_every_tokens is {every}; use a multiple of block_size {config.block_size}, or 0 to make no "
+            "regular ones"
+        )
+    if config.checkpoints_per_path < 0:
+        raise ConfigError(f"checkpoints_per_path is {config.checkpoints_per_path}; use 0 or more")
+    for units in config.num_gpu_units:
+        if type(units) is not int:
+            raise ConfigError(f"num_gpu_units is {list(config.num_gpu_units)}; give whole numbers")
+    has_groups = config.layout is not None and bool(config.layout.groups)
+    if config.num_gpu_units and not has_groups:
+        raise ConfigError(f"num_gpu_units is {list(config.num_gpu_units)} without layout.groups; leave it out")
+    for name, value in (("storage", config.storage), ("peer", config.peer)):
+        if has_groups and value is not None:
+            raise ConfigError(
+                f"{name} is given with layout.groups, and no {name} serves models whose layers do not all keep "
+                f"everything; leave the table {name!r} out"
+            )
+
+
+def check_row_pools(config: RowSettings, layout: RankLayout, pool_sizes: tuple[int, int]) -> None:
+    """Raise `ConfigError` for pools that are too small for one request or one checkpoint, with the numbers."""
+    rows, given = layout.rows[1:], list(config.num_gpu_units)
+    if given and len(given) != len(rows):
+        names = ", ".join(map(str, rows))
+        raise ConfigError(
+            f"num_gpu_units is {given}, and layout.groups makes {counted(len(rows), 'row')} behind the full one: "
+            f"{names}; give a number for each, in this order, or leave it out"
+        )
+    for index, (row, units) in enumerate(zip(rows, given, strict=False)):
+        if units < row.num_request_units:
+            raise ConfigError(
+                f"num_gpu_units[{index}] is {units}, and one request needs {row.num_request_units} units of the row "
+                f"{str(row)!r}; give {row.num_request_units} or more"
+            )
+    num_least = layout.num_checkpoint_pages + 1
+    if rows and 0 < pool_sizes[1] < num_least:
+        raise ConfigError(
+            f"the CPU pool has {counted(pool_sizes[1], 'block')}, and a checkpoint and one block take {num_least}; "
+            f"give num_cpu_blocks {num_least} or more, or 0 for no CPU tier"
+        )
