@@ -9,7 +9,8 @@ from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import RUN, TASK
 from fastdeploy_cache.books.growing import adopt, extend
 from fastdeploy_cache.books.prefix_tree import PrefixTree
-from fastdeploy_cache.books.run import CPU, GPU, Run, Stored
+from fastdeploy_cache.books.run import CPU, GPU, Run
+from fastdeploy_cache.books.run_notes import Stored
 from fastdeploy_cache.books.transfer import Segment
 
 

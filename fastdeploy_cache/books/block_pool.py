@@ -22,12 +22,14 @@ class Owner(IntEnum):
     REQUEST = 2
     TASK = 3
     CALLER = 4  # of an adapter: see `CallerBlocks`
+    CHECKPOINT = 5  # a page of an image in the CPU tier: as a run's it would count as a full block that can be evicted
 
 
-FREE, RUN, REQUEST, TASK, CALLER = Owner  # looking a member up in its class costs as much as a dictionary
+FREE, RUN, REQUEST, TASK, CALLER, CHECKPOINT = Owner  # looking a member up in its class costs as much as a dictionary
 
 
 _WORDS = {FREE: "free", RUN: "cached", REQUEST: "a request's", TASK: "being copied into", CALLER: "a caller's own"}
+_WORDS[CHECKPOINT] = "a checkpoint's"
 
 
 class BlockPool:

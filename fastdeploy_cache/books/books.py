@@ -19,6 +19,7 @@ from fastdeploy_cache.books.path import gpu_ids
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.references import References, User
+from fastdeploy_cache.books.row_books import RowBooks
 from fastdeploy_cache.books.run import GPU, Pin, Run, Tier
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.errors import ClosedError, LifeCycleError
@@ -65,6 +66,7 @@ class Books:
         self.is_closed = False
         self.asleep: frozenset[Tier] = frozenset()  # tiers that have no memory now
         self.references: References | None = None  # where somebody learns from them
+        self.rows: RowBooks | None = None  # of a model whose layers do not all keep everything
         self._lock = threading.Lock()
         self._thread: int | None = None  # whose turn it is
         self._changes: deque[Change] = deque()
@@ -88,7 +90,7 @@ class Books:
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         calls: Sequence[Callable[[], object]]
-        if self._changes or self._waiters or self._graves.open:
+        if self._changes or self._waiters or self._graves.open or (self.rows is not None and self.rows.is_behind):
             is_at_rest, calls = self._settle_and_leave()
         else:
             is_at_rest, calls = True, ()
@@ -116,6 +118,8 @@ class Books:
             try:
                 if self._graves.open:
                     self._graves.clear(A_TURN)
+                if self.rows is not None:
+                    self.rows.trimmer.go_on()
                 is_at_rest = self._settle()
             except Exception:  # memory has run out between the rooms: what is left is the next turn's
                 self.mishaps.note("settling")
@@ -312,6 +316,8 @@ class Books:
         pinned = PinnedPrefix(pin, num_blocks, ids)
         if pin is not None:
             self.pinned[pin] = pinned
+            if self.rows is not None:
+                self.rows.keep(pinned)
         return pinned
 
     def unpin_prefix(self, pinned: PinnedPrefix) -> None:
@@ -319,6 +325,8 @@ class Books:
         pin = pinned.end()
         if pin is not None:
             del self.pinned[pin]
+            if self.rows is not None:
+                self.rows.end_keeping(pinned)
             self.let_go(pin)
 
     def let_go(self, pin: Pin) -> None:

@@ -18,6 +18,9 @@ def evict(residency: Residency, tier: Tier, num_blocks: int) -> None:
     The caller has checked `num_available`: asked for more, it would go on to victims that nobody named, and in the
     end find none.
     """
+    if residency.make_room is not None:
+        residency.make_room(tier, num_blocks)
+        return
     if residency.graves.open:  # what a reset has forgotten goes first
         num_blocks -= residency.graves.free(tier, num_blocks)
     pool, policy, gone = residency.pools[tier], residency.policy, None

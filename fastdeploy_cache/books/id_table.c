@@ -13,7 +13,7 @@
 #include <structmember.h>
 
 #define FREE 0
-#define NUM_OWNERS 5 /* of `Owner` in block_pool.py */
+#define NUM_OWNERS 6 /* of `Owner` in block_pool.py */
 #define MOVING 0xFF  /* of nobody, while ids are moved: so that one that is given twice is seen */
 #define GROUP 128    /* blocks; a byte counts those that are free */
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final, Protocol, Union
 
 Ids = Union["array[int]", memoryview]  # of blocks, as numbers of four bytes
-_FREE, _NUM_OWNERS = 0, 5  # of `Owner`
+_FREE, _NUM_OWNERS = 0, 6  # of `Owner`
 _MOVING = 0xFF  # of nobody, while ids are moved: so that one that is given twice is seen
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.run import Pin
 
 
 class PinnedPrefix:
     """The first `num_blocks` blocks of a sequence stay where they are until `unpin`; those on the GPU are `block_ids`.
 
-    A reset forgets them, and leaves them in place.
+    A reset forgets them, and leaves them in place. Where there are rows, `checkpoint` is the deepest within them: it
+    stays, too, or nobody could use them.
     """
 
-    __slots__ = ("_pin", "block_ids", "num_blocks")
+    __slots__ = ("_pin", "block_ids", "checkpoint", "num_blocks")
 
     def __init__(self, pin: Pin | None, num_blocks: int, block_ids: list[int]) -> None:
         self._pin = pin
         self.num_blocks = num_blocks
         self.block_ids = block_ids
+        self.checkpoint: Checkpoint | None = None
 
     @property
     def pin(self) -> Pin | None:

@@ -131,6 +131,8 @@ class PrefixTree:
         run = pin.run
         run.pins = () if len(run.pins) == 1 else tuple([each for each in run.pins if each is not pin])
         self.residency.hold(run)
+        if self.residency.trim is not None:
+            self.residency.trim(run)
         if self.graves.roots:
             self.graves.sweep()
 
@@ -139,6 +141,8 @@ class PrefixTree:
         if pin is not None and pin.run is run:
             pin.end = end
             self.residency.hold(run)
+            if self.residency.trim is not None:
+                self.residency.trim(run)
             return pin
         moved = None
         if run is not None:

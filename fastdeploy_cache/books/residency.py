@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 from fastdeploy_cache.books.ages import Ages
-from fastdeploy_cache.books.block_pool import RUN, BlockPool
+from fastdeploy_cache.books.block_pool import CHECKPOINT, RUN, BlockPool
+from fastdeploy_cache.books.checkpoints import Checkpoints
 from fastdeploy_cache.books.graves import Graves
 from fastdeploy_cache.books.leaves.guarded import GuardedPolicy
 from fastdeploy_cache.books.lost_blocks import LostBlocks
@@ -35,6 +37,9 @@ class Residency:
         self._forgotten_by = Loss.RESET  # what is of an older epoch
         self.graves = Graves(self._forget, pools)
         self.ages = Ages(clock.now)
+        self.checkpoints: Checkpoints | None = None  # behind the full one, where there are any
+        self.trim: Callable[[Run], None] | None = None  # see `Trimmer`
+        self.make_room: Callable[[Tier, int], None] | None = None  # see `RowEviction`
         self.taps = Taps(began=(self.ages.began,), left=(self.ages.left,), ended=(self.lost.ended,))
 
     def num_available(self, tier: Tier) -> int:
@@ -44,6 +49,8 @@ class Residency:
         num_evictable = count(RUN) - self.num_protected[tier]
         if pool.num_read:  # frees nothing yet; some of it may be held, too, and on the GPU most is a caller's own
             num_evictable = max(0, num_evictable - (pool.num_read if tier else pool.num_read_of(RUN)))
+        if tier and self.checkpoints is not None:
+            num_evictable += count(CHECKPOINT) - self.checkpoints.num_pinned_pages
         return pool.num_free + num_evictable
 
     def is_leaf(self, run: Run, tier: Tier) -> bool:
@@ -208,6 +215,8 @@ class Residency:
             ended(run, num_blocks, why)
         if self.policy.hears_losses and run.epoch == self.epoch:
             self.policy.shrink(run, num_blocks)
+        if self.checkpoints is not None:
+            self.checkpoints.drop_behind(run, num_blocks, why)
         if run.children:
             for child in list(run.children.values()):
                 self._remove_subtree(child, why)
@@ -223,6 +232,8 @@ class Residency:
     def _forget(self, run: Run) -> None:
         """End a run of an older epoch where it may end."""
         self.truncate(run, self.end_of(run), self._forgotten_by)
+        if self.checkpoints is not None:
+            self.checkpoints.drop_unpinned(run, self._forgotten_by)
 
     def _remove_subtree(self, run: Run, why: Loss) -> None:
         below = [run]
@@ -238,6 +249,8 @@ class Residency:
     def _remove(self, run: Run, why: Loss) -> None:
         """Free what a childless run still has and unlink it."""
         assert run.parent is not None and not run.children and not run.num_held
+        if self.checkpoints is not None:
+            self.checkpoints.drop_behind(run, 0, why)
         self.free_tail(run, GPU, 0, why)
         self.free_tail(run, CPU, 0, why)
         self.withdraw(run)
@@ -247,3 +260,5 @@ class Residency:
         """What is in the tree now is of the past: it is never evicted, only removed."""
         self.epoch += 1
         self._forgotten_by = lost_by
+        if self.checkpoints is not None:
+            self.checkpoints.begin_epoch()

@@ -11,14 +11,14 @@ from typing import Any, cast
 from zlib import crc32
 
 import msgspec
-from msgspec.structs import replace
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_marks import MARK_BYTES
 from fastdeploy_cache.books.block_pool import RUN, BlockPool
-from fastdeploy_cache.books.block_sample import BlockSample
+from fastdeploy_cache.books.checkpoint import Checkpoint, join_chain, part_chain
 from fastdeploy_cache.books.large_dict import LargeDict, put
+from fastdeploy_cache.books.run_notes import NO_NOTES, NOT_STORED, PolicyNotes, Stored
 
 
 class Tier(IntEnum):
@@ -31,7 +31,6 @@ class Tier(IntEnum):
 TIERS = GPU, CPU = tuple(Tier)
 ID_BYTES = 4  # of a packed block id
 _SHORT_BYTES = 4096  # so much is kept as `bytes`, which are smaller; more as a `bytearray`, which is cut in place
-DEFAULT_PRIORITY = 35  # of a request that has none of its own, for the policy `priority`
 Children = dict[bytes, "Run"] | LargeDict[bytes, "Run"]
 NO_CHILDREN: Mapping[bytes, Run] = MappingProxyType({})
 
@@ -39,59 +38,6 @@ NO_CHILDREN: Mapping[bytes, Run] = MappingProxyType({})
 def as_kept(packed: bytes | bytearray) -> bytes | bytearray:
     """Packed ids, as a run has them: see `_SHORT_BYTES`."""
     return bytearray(packed) if type(packed) is bytes and len(packed) > _SHORT_BYTES else packed
-
-
-class PolicyNotes(msgspec.Struct, gc=False, frozen=True):
-    """What eviction policies note of a run, beside its uses. Each notes some of it."""
-
-    priority: float = DEFAULT_PRIORITY  # that requests have asked for
-    keep_until: float = 0.0  # in seconds; how long priority or pin is in force
-    used_at: float = 0.0  # the last use, in the policy's own time
-    turn: int = 1  # requests in a row that went on where the one before had ended
-    gap: float = 0.0  # before the last of them
-    reuse_class: int = 0
-    sample: BlockSample | None = None  # of its blocks, those that are observed
-
-    def but(self, **changes: float) -> PolicyNotes:
-        """The same with these fields."""
-        return replace(self, **changes)
-
-    def with_sample(self, sample: BlockSample | None) -> PolicyNotes:
-        """The same with these blocks."""
-        return self if sample is self.sample else replace(self, sample=sample)
-
-
-class Stored(msgspec.Struct, gc=False, frozen=True):
-    """What storage has of a run, and was asked to take."""
-
-    num_blocks: int = 0  # from the front, that it has taken; it may have dropped them since
-    num_offered: int = 0  # from the front, that it was offered, in the use of that number
-    offered_use: int = 1
-    priority: float | None = None  # of the last request that used the run and had one
-
-    def but(self, **changes: float | None) -> Stored:
-        """The same with these fields."""
-        return replace(self, **changes)
-
-    def front(self, num_blocks: int) -> Stored:
-        """That of the first blocks alone."""
-        if self.num_blocks <= num_blocks and self.num_offered <= num_blocks:
-            return self
-        return self.but(num_blocks=min(self.num_blocks, num_blocks), num_offered=min(self.num_offered, num_blocks))
-
-    def behind(self, num_blocks: int) -> Stored:
-        """That of the others."""
-        num_left, num_offered = max(0, self.num_blocks - num_blocks), max(0, self.num_offered - num_blocks)
-        return self.but(num_blocks=num_left, num_offered=num_offered)
-
-    def joined(self, lower: Stored, num_above: int) -> Stored:
-        """That of a run of so many blocks and of the run behind it together."""
-        num_blocks = self.num_blocks + (lower.num_blocks if self.num_blocks == num_above else 0)
-        num_offered = self.num_offered + (lower.num_offered if self.num_offered == num_above else 0)
-        return lower.but(num_blocks=num_blocks, num_offered=num_offered)
-
-
-_NO_NOTES, _NOT_STORED = PolicyNotes(), Stored()  # of all runs of which nothing is known
 
 
 class Run(msgspec.Struct, gc=False, eq=False):
@@ -123,17 +69,18 @@ class Run(msgspec.Struct, gc=False, eq=False):
     pins: tuple[Pin, ...] = ()
     num_held_children: int = 0  # children with a pin in or beneath them
     num_held: int = 0  # blocks from the front that a pin, here or beneath, keeps where they are
-    stored: Stored = _NOT_STORED
+    stored: Stored = NOT_STORED
     queued_gpu: object = None  # a policy's mark of its place among the leaves of that tier
     queued_cpu: object = None
     block_marks: bytes = b""  # of its first blocks, as far as somebody has asked: see `References`
+    checkpoint: Checkpoint | None = None  # its deepest; see there
     author: int = 0  # a recorded request whose tokens go through all of this run; 0: nobody knows one
     # -- how it was used: what eviction policies decide by. Both parts of a split run have it
     last_used: int = 0  # order of uses over the whole cache
     inserted: int = 0  # order of growths over the whole cache
     num_uses: int = 0  # requests whose prefix it was or became
     is_shared: bool = False  # prompts have parted behind it
-    notes: PolicyNotes = _NO_NOTES
+    notes: PolicyNotes = NO_NOTES
     gpu_since: float = 0.0  # by the monotonic clock, for metrics alone: see `Ages`
     cpu_since: float = 0.0
     used_last: float = 0.0  # 0: no request that used it has ended
@@ -259,6 +206,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
         """A run beside this one with what its first blocks have; this one is as before, until `cut_front`."""
         upper = copy.copy(self)
         upper.children, upper.pins, upper.queued_gpu, upper.queued_cpu = NO_CHILDREN, (), None, None
+        upper.checkpoint = None
         upper.num_gpu_children = upper.num_cpu_children = upper.num_held_children = upper.num_held = 0
         upper.num_blocks = num_blocks
         upper.tokens = self.tokens[: num_blocks * block_bytes]
@@ -270,7 +218,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
         upper.cpu = self.cpu[: max(0, num_blocks - self.cpu_start) * ID_BYTES]
         if (sample := self.notes.sample) is not None:
             upper.notes = self.notes.with_sample(sample.front(num_blocks))
-        if self.stored is not _NOT_STORED:
+        if self.stored is not NOT_STORED:
             upper.stored = self.stored.front(num_blocks)
         return upper
 
@@ -284,11 +232,13 @@ class Run(msgspec.Struct, gc=False, eq=False):
         sample = self.notes.sample
         notes = self.notes.with_sample(sample.behind(cut)) if sample is not None else self.notes
         marks = self.block_marks[cut * MARK_BYTES :]
-        stored = self.stored.behind(cut) if self.stored is not _NOT_STORED else _NOT_STORED
+        stored = self.stored.behind(cut) if self.stored is not NOT_STORED else NOT_STORED
         self.tokens, self.hashes, self.extras, self.gpu, self.cpu = tokens, hashes, extras, gpu, cpu
         self.notes, self.block_marks, self.stored = notes, marks, stored
         self.num_blocks -= cut
         self.cpu_start = max(0, self.cpu_start - cut)
+        if self.checkpoint is not None:
+            part_chain(upper, self)
 
     def take_in(self, lower: Run) -> None:
         """The reverse: have what the run behind it has, too; all of it or, on `MemoryError`, nothing."""
@@ -301,7 +251,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
             marks = marks + lower.block_marks
         if lower.extras is not None:
             extras = {**(extras or {}), **{b + above: x for b, x in lower.extras.items()}}
-        stored = self.stored if self.stored is lower.stored is _NOT_STORED else self.stored.joined(lower.stored, above)
+        stored = self.stored if self.stored is lower.stored is NOT_STORED else self.stored.joined(lower.stored, above)
         sample, notes = self.notes.sample, lower.notes
         if sample is not None and notes.sample is not None:  # see `EvictionPolicy.alike`
             sample = sample.joined(notes.sample)
@@ -313,6 +263,8 @@ class Run(msgspec.Struct, gc=False, eq=False):
         self.stored, self.notes, self.author = stored, notes, lower.author
         self._take_use(lower)
         self.num_blocks += lower.num_blocks
+        if lower.checkpoint is not None:
+            join_chain(self, lower, above)
 
     def _take_use(self, lower: Run) -> None:
         """Both were used as the run behind this one, but for the last use, which is the later one."""
@@ -342,12 +294,12 @@ class Run(msgspec.Struct, gc=False, eq=False):
         if (sample := self.notes.sample) is not None:
             sample.cut(num_blocks)
         self.num_blocks = num_blocks
-        if self.stored is not _NOT_STORED:
+        if self.stored is not NOT_STORED:
             self.stored = self.stored.front(num_blocks)
 
     def cut_off(self) -> None:
         """Let go of all others, so that nothing refers to itself in a circle."""
-        self.parent, self.children, self.pins = None, NO_CHILDREN, ()
+        self.parent, self.children, self.pins, self.checkpoint = None, NO_CHILDREN, (), None
 
     def forget(self) -> None:
         """It hangs in the tree no more. A policy may hold it for a while, and needs nothing of what it had."""

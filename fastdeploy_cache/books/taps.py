@@ -6,13 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
+from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.run import Run, Tier
 
 
 class Loss(IntEnum):
     """Why blocks leave a tier: to make room on the GPU or in the CPU tier, where what continues them goes with them;
     forgotten by a reset or a caller; with a rank's or a tier's memory; for other weights; as a spare copy of what the
-    GPU has; and where another run has them now. And `OUTPUT`: computed, and never cached, as `cache_outputs` is off."""
+    GPU has; and where another run has them now. And `OUTPUT`: computed, and never cached, as `cache_outputs` is off.
+    Where there are rows: `UNITS`, to make room for units of one; `TRIMMED`, as no checkpoint follows any more."""
 
     GPU = 0
     CPU = 1
@@ -22,12 +24,16 @@ class Loss(IntEnum):
     WEIGHTS = 5
     SPARE = 6
     MOVED = 7
+    UNITS = 8
+    TRIMMED = 9
 
 
 Came = Callable[[Run, Tier, int, int], object]
 Left = Callable[[Run, Tier, int, int, Loss], object]
 Ended = Callable[[Run, int, Loss], object]
 Shaped = Callable[[Run, Run], object]
+Anchored = Callable[[Checkpoint, Tier], object]
+Lifted = Callable[[Checkpoint, Tier, Loss], object]
 
 
 @dataclass(slots=True)
@@ -44,6 +50,8 @@ class Taps:
         ended: a run is about to lose its blocks from `first` on in all tiers, and their tokens: (run, first, why).
         parted: the first blocks of a run are those of a new one above it now: (upper, lower).
         joined: what a run had is at the end of the one above it now, and the lower one is about to go: (upper, lower).
+        anchored: a checkpoint has come to a tier: (checkpoint, tier).
+        lifted: a checkpoint has left a tier, and still says where it was: (checkpoint, tier, why).
     """
 
     began: tuple[Came, ...] = ()
@@ -52,3 +60,5 @@ class Taps:
     ended: tuple[Ended, ...] = ()
     parted: tuple[Shaped, ...] = ()
     joined: tuple[Shaped, ...] = ()
+    anchored: tuple[Anchored, ...] = ()
+    lifted: tuple[Lifted, ...] = ()

@@ -9,7 +9,8 @@ from typing import Any
 
 from fastdeploy_cache.books.large_dict import LargeDict, put
 from fastdeploy_cache.books.leaves.policy import Asked, Clock, Hints, LeastRecentlyUsed
-from fastdeploy_cache.books.run import DEFAULT_PRIORITY, Run, Tier
+from fastdeploy_cache.books.run import Run, Tier
+from fastdeploy_cache.books.run_notes import DEFAULT_PRIORITY
 
 _MIN_SWEEP = 64
 _SWEPT = 4  # ends that each new one looks at while a sweep goes on

@@ -6,7 +6,8 @@ from collections.abc import Generator, Sequence
 
 from fastdeploy_cache.books.leaves.leaf_order import IsLeaf
 from fastdeploy_cache.books.leaves.policy import Asked, Clock, Hints, LeastRecentlyUsed, Split
-from fastdeploy_cache.books.run import TIERS, PolicyNotes, Run, Tier
+from fastdeploy_cache.books.run import TIERS, Run, Tier
+from fastdeploy_cache.books.run_notes import PolicyNotes
 from fastdeploy_cache.policies.block_sampler import BlockSampler
 from fastdeploy_cache.policies.leaf_classes import LeafClasses, Score, rank_of
 from fastdeploy_cache.policies.reuse_history import (

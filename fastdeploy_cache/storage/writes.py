@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_names import BlockNames
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.run import CPU, Run, Stored
+from fastdeploy_cache.books.run import CPU, Run
+from fastdeploy_cache.books.run_notes import Stored
 from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.storage.prefetch import StorageLimits
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult

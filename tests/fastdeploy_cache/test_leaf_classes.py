@@ -7,7 +7,8 @@ import random
 import pytest
 
 from fastdeploy_cache.books.leaves.leaf_order import LeafOrder
-from fastdeploy_cache.books.run import GPU, PolicyNotes, Run, Tier
+from fastdeploy_cache.books.run import GPU, Run, Tier
+from fastdeploy_cache.books.run_notes import PolicyNotes
 from fastdeploy_cache.policies.leaf_classes import LeafClasses, rank_of
 
 

@@ -8,6 +8,23 @@ from fastdeploy_cache.transfer_manager.kv.groups import KVGroup, StatePart
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 
 
+def read_tokens(kind: str, reach: int, num_tokens: int) -> set[int]:
+    """The tokens whose keys or states a kernel reads when it computes the token at `num_tokens`: by the definition of
+    each kind, token by token."""
+    if kind == "state":
+        return {num_tokens - 1} if num_tokens else set()
+    if kind == "window":
+        return {token for token in range(num_tokens) if num_tokens - token < reach}
+    if kind == "chunk":
+        return {token for token in range(num_tokens) if token // reach == num_tokens // reach}
+    return set(range(num_tokens))
+
+
+def read_blocks(kind: str, reach: int, end: int, block_size: int) -> list[int]:
+    """The blocks in which these lie, behind a boundary."""
+    return sorted({token // block_size for token in read_tokens(kind, reach, end * block_size)})
+
+
 def _others(num_layers: int, full: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(set(range(num_layers)) - set(full)))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fastdeploy_cache.errors import LayoutError
 from fastdeploy_cache.transfer_manager.kv.groups import KVGroup, Row, StatePart, rows_of
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
-from tests.rigs.hybrid_models import GEMMA_3, GPT_OSS, NEMOTRON_H, QWEN3_NEXT, SMALL
+from tests.rigs.hybrid_models import GEMMA_3, GPT_OSS, NEMOTRON_H, QWEN3_NEXT, SMALL, read_tokens
 
 FULL = KVGroup(kind="full", layers=(0,))
 STATE = KVGroup(kind="state", layers=(1,), parts=(StatePart(name="ssm", shape=(4, 2), split_axis=0),))
@@ -21,18 +21,6 @@ STATE = KVGroup(kind="state", layers=(1,), parts=(StatePart(name="ssm", shape=(4
 
 def model(*groups: KVGroup, num_layers: int = 2, **fields: Any) -> KVLayout:
     return KVLayout(**{"num_layers": num_layers, "num_kv_heads": 2, "head_dim": 4, **fields}, groups=groups)
-
-
-def read_tokens(kind: str, reach: int, num_tokens: int) -> set[int]:
-    """The tokens behind whose keys a kernel looks when it computes the token at `num_tokens`: by the definition of each
-    kind, token by token."""
-    if kind == "state":
-        return {num_tokens - 1} if num_tokens else set()
-    if kind == "window":
-        return {token for token in range(num_tokens) if num_tokens - token < reach}
-    if kind == "chunk":
-        return {token for token in range(num_tokens) if token // reach == num_tokens // reach}
-    return set(range(num_tokens))
 
 
 @given(st.sampled_from(["full", "window", "chunk", "state"]), st.integers(1, 40), st.integers(1, 9), st.integers(0, 30))

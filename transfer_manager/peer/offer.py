@@ -64,7 +64,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
         if self.source.layout.groups:
             return encode(self)
         said = msgspec.to_builtins(self, builtin_types=(bytes,))
-        del said["source"]["layout"]["groups"]
+        said["source"]["layout"].pop("groups", None)  # of one that was read it is not there
         return msgspec.msgpack.encode(said)
 
     @classmethod

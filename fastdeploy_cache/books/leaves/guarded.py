@@ -35,9 +35,16 @@ class GuardedPolicy:
     alike: Callable[..., bool]
 
     def __init__(
-        self, chosen: EvictionPolicy, mishaps: Mishaps, runs: Callable[[], Iterable[Run]], clock: Clock
+        self,
+        chosen: EvictionPolicy,
+        mishaps: Mishaps,
+        runs: Callable[[], Iterable[Run]],
+        clock: Clock,
+        *,
+        kind: type = Run,
     ) -> None:
-        """`runs` gives every run there is."""
+        """`runs` gives every run there is. `kind`: what is ranked, where that is something else with a run's usage."""
+        self._kind = kind
         self._mishaps, self._runs, self._now = mishaps, runs, clock.now
         self._moving: MovingLeaves | None = None
         self._served: list[tuple[float, str]] = []  # since when, and the names of this policy and those before it
@@ -73,7 +80,7 @@ class GuardedPolicy:
             try:
                 return method(*args)
             except Exception:  # the policy of somebody else's making, or its clock
-                successor = self.replace(concerned=[each for each in args if type(each) is Run])
+                successor = self.replace(concerned=[cast("Run", each) for each in args if type(each) is self._kind])
             try:
                 return getattr(successor, name)(*args)
             except MemoryError:
@@ -102,7 +109,7 @@ class GuardedPolicy:
                 return named
             if type(named) is tuple and len(named) == 2:
                 run, at_most = named
-                if type(run) is Run and type(at_most) is int and at_most > 0 and self._is_leaf(run, tier):
+                if type(run) is self._kind and type(at_most) is int and at_most > 0 and self._is_leaf(run, tier):
                     return run, at_most
             raise TypeError(f"the eviction policy's victim is {named!r}; name a leaf of the tier, and 1 block or more")
         except Exception:  # as above
@@ -134,9 +141,9 @@ class GuardedPolicy:
             if runs is None:  # an empty method: it calls nothing cold
                 return
             for run in runs:
-                if type(run) is not Run:
+                if type(run) is not self._kind:
                     raise TypeError(f"the eviction policy calls {run!r} the coldest run")
-                yield run
+                yield cast("Run", run)
         except Exception:
             self.replace()
         finally:

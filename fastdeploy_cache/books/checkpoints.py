@@ -1,0 +1,293 @@
+"""Checkpoints in the tree: how they come, who keeps them, and which go when a row's units are short. Under the lock."""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, cast
+
+from fastdeploy_cache.books.block_pool import CHECKPOINT, TASK, BlockPool, Owner
+from fastdeploy_cache.books.checkpoint import Checkpoint, chain_of, deepest_within, put_in, take_out
+from fastdeploy_cache.books.leaves.guarded import GuardedPolicy
+from fastdeploy_cache.books.run import CPU, GPU, TIERS, Run, Tier
+from fastdeploy_cache.books.taps import Loss, Taps
+from fastdeploy_cache.books.unit_pool import ID_BYTES, UnitPool
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.transfer_manager.kv.groups import Row
+
+Units = Sequence["array[int]"]  # of each row, ids first to last
+
+
+class RowSizes:
+    """What a checkpoint at a boundary consists of: units by row, and pages of the CPU tier. Immutable but for what it
+    remembers."""
+
+    def __init__(self, rows: Sequence[Row], unit_bytes: Sequence[int], page_bytes: int) -> None:
+        """`rows`: those behind the full one. `page_bytes`: of a block of the full row."""
+        self.rows, self._unit_bytes, self._page_bytes = tuple(rows), tuple(unit_bytes), page_bytes
+        self._counts: dict[int, tuple[int, ...]] = {}  # by boundary: there are as many as a path has blocks
+
+    def counts(self, boundary: int) -> tuple[int, ...]:
+        """Units of each row that are read behind so many blocks."""
+        counts = self._counts.get(boundary)
+        if counts is None:
+            counts = self._counts[boundary] = tuple([boundary - row.first_block(boundary) for row in self.rows])
+        return counts
+
+    def num_pages(self, boundary: int) -> int:
+        """Blocks of the CPU tier that the image of a checkpoint there takes."""
+        sizes = zip(self.counts(boundary), self._unit_bytes, strict=True)
+        return -(-sum([count * size for count, size in sizes]) // self._page_bytes)
+
+
+class Checkpoints:
+    """The part of a tree that has the rows behind the full one.
+
+    A checkpoint is published, matched, pinned and evicted whole. Its units lie in the pool of each row, and its image
+    in pages of the CPU tier; it goes when it is in neither. Who pins one also pins its path, at its boundary or behind
+    it: full KV in front of a checkpoint is never gone before the checkpoint is.
+    """
+
+    def __init__(self, sizes: RowSizes, pools: Sequence[UnitPool], pages: BlockPool, policy: GuardedPolicy) -> None:
+        """`pools`: by row; two rows may have the same. `policy` ranks checkpoints, as another one does runs."""
+        self.sizes, self.pools, self.pages, self.policy = sizes, tuple(pools), pages, policy
+        self.taps = Taps()
+        self.epoch = 0
+        self.num_pinned_pages = self.num_made = 0  # the last: of all times
+        policy.clear(self.is_leaf, _never_split)
+
+    # -- looking
+
+    def units_of(self, checkpoint: Checkpoint) -> Iterator[tuple[UnitPool, memoryview]]:
+        """The pool and the units of each row on the GPU; nothing where they are not there."""
+        if checkpoint.units:
+            with memoryview(checkpoint.units) as packed, packed.cast("i") as ids:
+                start = 0
+                for pool, count in zip(self.pools, self.sizes.counts(checkpoint.boundary), strict=True):
+                    yield pool, ids[start : start + count]
+                    start += count
+
+    def unit_ids(self, checkpoint: Checkpoint) -> list[array[int]]:
+        """The same as lists, by row; empty where they are not on the GPU."""
+        return [array("i", ids) for _, ids in self.units_of(checkpoint)] or [array("i") for _ in self.pools]
+
+    def is_leaf(self, checkpoint: Run, tier: Tier) -> bool:
+        """Whether a checkpoint may leave a tier now, and gives something back by that. As a policy asks of a run."""
+        one = cast("Checkpoint", checkpoint)
+        ids = one.pages if tier else one.units
+        return bool(ids) and not one.num_pins and one.run is not None and one.run.epoch == self.epoch
+
+    def coldest(self, tier: Tier, row: int | None = None) -> Checkpoint | None:
+        """The checkpoint that leaves a tier next, of those that have units of a row; None where there is none."""
+        with contextlib.closing(self.policy.coldest(tier)) as walk:
+            for run in walk:
+                checkpoint = cast("Checkpoint", run)
+                if row is None or self.sizes.counts(checkpoint.boundary)[row]:
+                    return checkpoint
+        return None
+
+    # -- coming
+
+    def publish(self, run: Run, end: int, boundary: int, units: Units, giver: Owner) -> tuple[Checkpoint, bool]:
+        """A checkpoint behind the first `end` blocks of a run, `boundary` blocks from the root, from units that are
+        `giver`'s or that another checkpoint holds already.
+
+        Returns the checkpoint that is there, and whether these units are its own now: where it had some already, they
+        stay as they were. All of it or, on `MemoryError`, nothing; on `AssertionError`, too: of a place off its run,
+        and of units of another boundary, given twice, or of another owner.
+        """
+        assert run.epoch == self.epoch and 0 < end <= run.num_blocks, "a checkpoint off its run"
+        assert tuple(map(len, units)) == self.sizes.counts(boundary), "units of another boundary"
+        there = deepest_within(run, end)
+        if there is None or there.end != end:
+            self.num_made += 1
+            checkpoint = Checkpoint(run, end, boundary, inserted=self.num_made, last_used=run.last_used)
+            self._take_units(checkpoint, units, giver)
+            put_in(run, checkpoint)
+        elif there.units is not None:
+            return there, False
+        else:
+            checkpoint = there
+            self._take_units(checkpoint, units, giver)
+        self.came(checkpoint, GPU)
+        return checkpoint, True
+
+    def land_units(self, checkpoint: Checkpoint, units: Units) -> bool:
+        """Units of a task's have its KV. Whether they are its own now: else they are the task's still."""
+        if not self._is_here(checkpoint) or checkpoint.units is not None:
+            return False
+        self._take_units(checkpoint, units, TASK)
+        self.came(checkpoint, GPU)
+        return True
+
+    def land_pages(self, checkpoint: Checkpoint, pages: array[int]) -> bool:
+        """The same of pages of the CPU tier."""
+        if not self._is_here(checkpoint) or checkpoint.pages is not None:
+            return False
+        assert len(pages) == self.sizes.num_pages(checkpoint.boundary), "an image of another size"
+        packed = pages.tobytes()
+        self.pages.hand_over(pages, TASK, CHECKPOINT)
+        checkpoint.pages = packed
+        if checkpoint.num_pins:
+            self.num_pinned_pages += len(pages)
+        self.came(checkpoint, CPU)
+        return True
+
+    def _is_here(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.run is not None and checkpoint.run.epoch == self.epoch
+
+    def _take_units(self, checkpoint: Checkpoint, units: Units, giver: Owner) -> None:
+        packed, num_taken = b"".join([ids.tobytes() for ids in units]), 0
+        try:
+            for pool, ids in zip(self.pools, units, strict=True):
+                pool.take(ids, giver)
+                num_taken += 1
+        except BaseException:
+            for pool, ids in zip(self.pools[:num_taken], units, strict=False):
+                pool.hand_back(ids, giver)
+            raise
+        checkpoint.units = packed
+        if checkpoint.num_pins:
+            for pool, held in self.units_of(checkpoint):
+                pool.pin(held)
+
+    def came(self, checkpoint: Checkpoint, tier: Tier) -> None:
+        """It is in a tier from now on: whoever listens hears of it, and it may be evicted from there."""
+        for came in self.taps.anchored:
+            came(checkpoint, tier)
+        self._offer(checkpoint, tier)
+
+    def use(self, checkpoint: Checkpoint) -> None:
+        """A request that was served by it, or has made it, has ended: it was used as its run was just now."""
+        run: Run = checkpoint.run
+        checkpoint.num_uses += 1
+        checkpoint.last_used, checkpoint.notes = run.last_used, run.notes.with_sample(None)
+        for tier in TIERS:
+            self._offer(checkpoint, tier)
+
+    def _offer(self, checkpoint: Checkpoint, tier: Tier) -> None:
+        one = cast("Run", checkpoint)
+        if self.is_leaf(one, tier):
+            self.policy.push(one, tier)
+
+    # -- who keeps it
+
+    def pin(self, checkpoint: Checkpoint) -> None:
+        """Keep it in the tiers where it is. Its path is pinned, too, by the same holder and as long."""
+        assert checkpoint.run is not None and checkpoint.run.num_held >= checkpoint.end, "a pin without its path"
+        checkpoint.num_pins += 1
+        if checkpoint.num_pins == 1:
+            self.num_pinned_pages += len(checkpoint.pages or b"") // ID_BYTES
+            for pool, ids in self.units_of(checkpoint):
+                pool.pin(ids)
+
+    def unpin(self, checkpoint: Checkpoint) -> None:
+        """The reverse. Where it is of an earlier epoch it goes with its last holder."""
+        assert checkpoint.num_pins > 0, "a checkpoint is unpinned that nobody pins"
+        checkpoint.num_pins -= 1
+        if checkpoint.num_pins:
+            return
+        self.num_pinned_pages -= len(checkpoint.pages or b"") // ID_BYTES
+        for pool, ids in self.units_of(checkpoint):
+            pool.unpin(ids)
+        if not self._is_here(checkpoint):
+            self.drop(checkpoint, Loss.RESET)
+            return
+        for tier in TIERS:
+            self._offer(checkpoint, tier)
+
+    # -- going
+
+    def leave(self, checkpoint: Checkpoint, tier: Tier, why: Loss) -> None:
+        """Take it from a tier, where nobody pins it. From the last one it goes for good: then the leaf that it was the
+        end of is the caller's to trim."""
+        assert not checkpoint.num_pins, "a checkpoint leaves that somebody pins"
+        if tier:
+            self._free_pages(checkpoint, why)
+        else:
+            for pool, ids in self.units_of(checkpoint):
+                pool.let_go(ids)
+            was_there, checkpoint.units = checkpoint.units is not None, None
+            self._left(checkpoint, GPU, why, was_there=was_there)
+        if checkpoint.units is None and checkpoint.pages is None and checkpoint.run is not None:
+            take_out(checkpoint.run, checkpoint)
+
+    def _free_pages(self, checkpoint: Checkpoint, why: Loss) -> None:
+        packed, checkpoint.pages = checkpoint.pages, None
+        if packed:
+            with memoryview(packed) as view, view.cast("i") as ids:
+                self.pages.free(ids, CHECKPOINT)
+        self._left(checkpoint, CPU, why, was_there=packed is not None)
+
+    def _left(self, checkpoint: Checkpoint, tier: Tier, why: Loss, *, was_there: bool) -> None:
+        if (checkpoint.queued_cpu if tier else checkpoint.queued_gpu) is not None and self._is_here(checkpoint):
+            self.policy.pull(cast("Run", checkpoint), tier)
+        for lifted in self.taps.lifted if was_there else ():
+            lifted(checkpoint, tier, why)
+
+    def drop(self, checkpoint: Checkpoint, why: Loss) -> None:
+        """Take it from all tiers."""
+        for tier in TIERS:
+            if checkpoint.run is not None:
+                self.leave(checkpoint, tier, why)
+
+    def drop_behind(self, run: Run, num_blocks: int, why: Loss) -> None:
+        """A run is about to end after so many blocks: what lies behind goes. Nobody pins any of it."""
+        while (checkpoint := run.checkpoint) is not None and checkpoint.end > num_blocks:
+            self.drop(checkpoint, why)
+
+    def drop_unpinned(self, run: Run, why: Loss) -> None:
+        """A run is of an earlier epoch: what nobody pins of it goes, as nobody finds it any more."""
+        for checkpoint in chain_of(run):
+            if not checkpoint.num_pins:
+                self.drop(checkpoint, why)
+
+    def pass_images_on(self, heirs: Sequence[tuple[Checkpoint, Checkpoint]]) -> None:
+        """The second of each pair has the image of the first from now on, which may be pinned. Needs no memory."""
+        for checkpoint, heir in heirs:
+            self._unpin_pages(checkpoint)
+            heir.pages, checkpoint.pages = checkpoint.pages, None
+            self._left(checkpoint, CPU, Loss.MOVED, was_there=True)
+            if checkpoint.units is None and not checkpoint.num_pins:
+                take_out(checkpoint.run, checkpoint)
+
+    def lose_images(self, tree: Chains) -> None:
+        """The CPU tier has no memory any more. Who is pinned is on the GPU, too; else it goes, and the leaves that end
+        there are the caller's to trim."""
+        for checkpoint in all_checkpoints(tree):
+            if checkpoint.pages is None:
+                continue
+            self._unpin_pages(checkpoint)
+            self._free_pages(checkpoint, Loss.RANK)
+            if checkpoint.units is None and not checkpoint.num_pins:
+                take_out(checkpoint.run, checkpoint)
+            else:
+                is_old = not self._is_here(checkpoint)
+                assert is_old or checkpoint.units is not None, "somebody keeps a checkpoint that is nowhere"
+
+    def _unpin_pages(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.num_pins:
+            self.num_pinned_pages -= len(checkpoint.pages or b"") // ID_BYTES
+
+    def begin_epoch(self) -> None:
+        """What is in the tree now is of the past: it is never evicted, only dropped."""
+        self.epoch += 1
+        self.policy.clear(self.is_leaf, _never_split)
+
+
+class Chains(Protocol):
+    """Where checkpoints hang."""
+
+    def runs(self) -> Iterator[Run]: ...
+
+
+def all_checkpoints(tree: Chains) -> Iterator[Checkpoint]:
+    """Every checkpoint of every run."""
+    for run in tree.runs():
+        yield from chain_of(run)
+
+
+def _never_split(run: Run, num_blocks: int) -> Run:
+    raise AssertionError(f"{run!r} is a checkpoint, which is not cut at {num_blocks}")

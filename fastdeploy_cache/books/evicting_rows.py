@@ -1,0 +1,77 @@
+"""Making room where there are checkpoints: what counts is what is free then, as more goes than is asked for.
+
+A leaf that loses its tail loses the checkpoint there, and with it all full KV that no other checkpoint follows. Under
+the lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from fastdeploy_cache.books.checkpoints import Checkpoints
+from fastdeploy_cache.books.evicting import evict_tail
+from fastdeploy_cache.books.residency import Residency
+from fastdeploy_cache.books.run import CPU, GPU, Run, Tier
+from fastdeploy_cache.books.taps import Loss
+
+
+class RowEviction:
+    """Eviction of a tree with rows. Callers have checked that there is room: `Residency.num_available`, and
+    `UnitPool.num_available`."""
+
+    def __init__(self, residency: Residency, checkpoints: Checkpoints, trim_some: Callable[[], bool]) -> None:
+        self._residency, self._checkpoints, self._trim_some = residency, checkpoints, trim_some
+        residency.make_room = self.evict_blocks
+
+    def evict_blocks(self, tier: Tier, num_blocks: int) -> None:
+        """Free `num_blocks` blocks of a tier or more: leaves by policy, and in the CPU tier also images."""
+        residency, pool = self._residency, self._residency.pools[tier]
+        wanted = pool.num_free + num_blocks
+        if residency.graves.open:
+            residency.graves.free(tier, num_blocks)
+        while pool.num_free < wanted and self._trim_some():
+            pass
+        while pool.num_free < wanted:
+            if tier is GPU or not self._evict_image():
+                self._evict_leaf(tier, wanted - pool.num_free)
+
+    def _evict_leaf(self, tier: Tier, num_blocks: int) -> None:
+        run, at_most = self._residency.policy.victim(tier, num_blocks)
+        above = run.parent
+        evict_tail(self._residency, run, tier, at_most)
+        self._trim(run if run.parent is not None else above)
+
+    def _evict_image(self) -> bool:
+        """Let the coldest image leave the CPU tier, unless the coldest leaf there is colder."""
+        checkpoint, policy = self._checkpoints.coldest(CPU), self._residency.policy
+        if checkpoint is None:
+            return False
+        walk = policy.coldest(CPU)
+        leaf = next(walk, None)
+        walk.close()
+        if leaf is not None and not policy.is_colder(cast("Run", checkpoint), leaf):
+            return False
+        run: Run = checkpoint.run
+        self._checkpoints.leave(checkpoint, CPU, Loss.CPU)
+        self._trim(run)
+        return True
+
+    def evict_units(self, row: int, num_units: int) -> None:
+        """Free so many units of a row or more: the coldest checkpoint leaves the GPU, and so on."""
+        pool, graves = self._checkpoints.pools[row].pool, self._residency.graves
+        wanted = pool.num_free + num_units
+        while pool.num_free < wanted and graves.open:
+            graves.clear(1)
+        while pool.num_free < wanted:
+            checkpoint = self._checkpoints.coldest(GPU, row)
+            assert checkpoint is not None, f"{num_units} units of {pool.name} were promised, and nothing can go"
+            run: Run = checkpoint.run
+            self._checkpoints.leave(checkpoint, GPU, Loss.UNITS)
+            self._trim(run)
+
+    def _trim(self, run: Run | None) -> None:
+        trim = self._residency.trim
+        assert trim is not None
+        if run is not None:
+            trim(run)

@@ -1,0 +1,104 @@
+"""The books of rows: their checkpoints, what is trimmed behind them, and how room is made. Under the lock."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+from fastdeploy_cache.books.block_pool import TASK, Owner
+from fastdeploy_cache.books.checkpoint import Checkpoint, deepest_within
+from fastdeploy_cache.books.checkpoints import Checkpoints, RowSizes, Units, all_checkpoints
+from fastdeploy_cache.books.evicting_rows import RowEviction
+from fastdeploy_cache.books.leaves.guarded import GuardedPolicy
+from fastdeploy_cache.books.leaves.policy import LeastRecentlyUsed
+from fastdeploy_cache.books.path import PromptImages, num_gpu, usable_end
+from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
+from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.run import Run
+from fastdeploy_cache.books.trimming import Trimmer
+from fastdeploy_cache.books.unit_pool import UnitPool
+from fastdeploy_cache.ipc.clock import Clock
+
+
+class RowBooks:
+    """What a tree with rows has beside a tree without."""
+
+    def __init__(
+        self, tree: PrefixTree, sizes: RowSizes, pools: Sequence[UnitPool], policy: LeastRecentlyUsed, clock: Clock
+    ) -> None:
+        """`pools`: by row. `policy` ranks checkpoints: of the kind by which runs are ranked, and nobody else's."""
+
+        def every() -> Iterator[Run]:
+            return cast("Iterator[Run]", all_checkpoints(tree))
+
+        ranking = GuardedPolicy(policy, tree.mishaps, every, clock, kind=Checkpoint)
+        self.checkpoints = tree.residency.checkpoints = Checkpoints(sizes, pools, tree.pools[1], ranking)
+        self.trimmer = Trimmer(tree.residency)
+        self._eviction = RowEviction(tree.residency, self.checkpoints, self.trimmer.go_on)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is dead KV that waits to be removed."""
+        return bool(self.trimmer.waiting)
+
+    def take(self, row: int, num_units: int, owner: Owner) -> array[int]:
+        """So many units of a row for an owner, after what is coldest has left the GPU for them. The caller has checked
+        `UnitPool.num_available`."""
+        pool = self.checkpoints.pools[row].pool
+        if num_units > pool.num_free:
+            self._eviction.evict_units(row, num_units - pool.num_free)
+        return pool.allocate(num_units, owner)
+
+    def end_units(self, checkpoint: Checkpoint, units: Units, succeeded: bool) -> bool:
+        """A task that was to fill these units has ended: they are the checkpoint's, or they go home; which of both."""
+        if succeeded and self.checkpoints.land_units(checkpoint, units):
+            return True
+        for pool, ids in zip(self.checkpoints.pools, units, strict=True):
+            pool.pool.free(ids, TASK)
+        return False
+
+    def end_pages(self, checkpoint: Checkpoint, pages: array[int], succeeded: bool) -> bool:
+        """The same of pages of the CPU tier."""
+        if succeeded and self.checkpoints.land_pages(checkpoint, pages):
+            return True
+        self.checkpoints.pages.free(pages, TASK)
+        return False
+
+    def keep(self, pinned: PinnedPrefix) -> None:
+        """Pin the deepest checkpoint within a prefix that is pinned."""
+        assert pinned.checkpoint is None and pinned.pin is not None
+        run, end = pinned.pin.run, pinned.pin.end
+        while (above := run.parent) is not None:
+            checkpoint = deepest_within(run, end)
+            if checkpoint is not None:
+                self.checkpoints.pin(checkpoint)
+                pinned.checkpoint = checkpoint
+                return
+            run, end = above, above.num_blocks
+
+    def end_keeping(self, pinned: PinnedPrefix) -> None:
+        """The reverse."""
+        checkpoint, pinned.checkpoint = pinned.checkpoint, None
+        if checkpoint is not None:
+            self.checkpoints.unpin(checkpoint)
+
+
+def usable_checkpoints(
+    path: Sequence[Run], num_blocks: int, prompt: PromptImages, block_size: int
+) -> tuple[Checkpoint | None, Checkpoint | None]:
+    """The deepest checkpoint within the first blocks of a path, and the deepest that is on the GPU with its full KV.
+
+    One that lies inside an image, where another request has wanted it, is passed over by who does not want that.
+    """
+    depth, on_gpu, deepest = sum([run.num_blocks for run in path]), num_gpu(list(path), num_blocks), None
+    for run in reversed(path):
+        depth -= run.num_blocks
+        checkpoint = deepest_within(run, num_blocks - depth)
+        while checkpoint is not None:
+            if usable_end(prompt, checkpoint.boundary, block_size) == checkpoint.boundary:
+                deepest = deepest or checkpoint
+                if checkpoint.units is not None and checkpoint.boundary <= on_gpu:
+                    return deepest, checkpoint
+            checkpoint = checkpoint.above
+    return deepest, None

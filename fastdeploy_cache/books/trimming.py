@@ -1,0 +1,52 @@
+"""No dead KV: full KV behind the last checkpoint of a leaf serves nobody, and is freed. Under the lock."""
+
+from __future__ import annotations
+
+import contextlib
+
+from fastdeploy_cache.books.residency import Residency
+from fastdeploy_cache.books.run import Run
+from fastdeploy_cache.books.taps import Loss
+
+A_TURN = 64  # runs that one call removes: some hundred microseconds
+
+
+class Trimmer:
+    """After each verb a leaf ends at its last checkpoint, or where it is held. What ends a path that is very long is
+    removed in pieces: the rest waits for the next turns, and for whoever needs its blocks."""
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self.waiting: dict[Run, None] = {}  # leaves with dead KV
+        residency.trim = self.trim
+        residency.taps.joined += (self._joined,)
+
+    def trim(self, run: Run, at_most: int = A_TURN) -> None:
+        """Cut a run, if it is a leaf, back to where somebody can use it, and so on upwards where it goes whole."""
+        residency = self._residency
+        while run.parent is not None and not run.children and run.epoch == residency.epoch:
+            checkpoint, end = run.checkpoint, run.num_held
+            if checkpoint is not None and checkpoint.end > end:
+                end = checkpoint.end
+            if end == run.num_blocks:
+                break
+            if at_most <= 0:
+                with contextlib.suppress(MemoryError):  # it is evicted as any other leaf then
+                    self.waiting[run] = None
+                break
+            at_most -= 1
+            above = run.parent
+            residency.truncate(run, end, Loss.TRIMMED)
+            run = above
+
+    def go_on(self) -> bool:
+        """Remove some of what waits; whether there was anything."""
+        if not self.waiting:
+            return False
+        run, _ = self.waiting.popitem()
+        self.trim(run)
+        return True
+
+    def _joined(self, upper: Run, lower: Run) -> None:
+        if lower in self.waiting:
+            self.waiting[upper] = self.waiting.pop(lower)
