@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from fastdeploy_cache.request import Request
     from fastdeploy_cache.requests.explanation import Explanation
     from fastdeploy_cache.requests.match import Match, Prefetch
+    from fastdeploy_cache.requests.tables import RowBlocks, RowTable
     from fastdeploy_cache.stats import CacheStats, TierStats
     from fastdeploy_cache.transfer_manager.config import TransferConfig
+    from fastdeploy_cache.transfer_manager.kv.groups import KVGroup, StatePart
     from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
     from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory
     from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
@@ -40,6 +42,7 @@ __all__ = [
     "Finding",
     "InsightConfig",
     "KVHandle",
+    "KVGroup",
     "KVLayout",
     "KVMemory",
     "LayerProgress",
@@ -49,7 +52,10 @@ __all__ = [
     "PrefixCacheManager",
     "Receive",
     "Request",
+    "RowBlocks",
+    "RowTable",
     "Send",
+    "StatePart",
     "StepProgress",
     "StorageConfig",
     "TaskKind",
@@ -67,6 +73,7 @@ _HOMES = {
     "Finding": "insight.doctor.finding",
     "InsightConfig": "config.insight",
     "KVHandle": "transfer_manager.kv.memory",
+    "KVGroup": "transfer_manager.kv.groups",
     "KVLayout": "transfer_manager.kv.layout",
     "KVMemory": "transfer_manager.kv.memory",
     "LayerProgress": "transfer_manager.rank.layer_progress",
@@ -76,7 +83,10 @@ _HOMES = {
     "PrefixCacheManager": "manager",
     "Receive": "peers.transfers",
     "Request": "request",
+    "RowBlocks": "requests.tables",
+    "RowTable": "requests.tables",
     "Send": "peers.transfers",
+    "StatePart": "transfer_manager.kv.groups",
     "StepProgress": "transfer_manager.peer.peer_signal",
     "StorageConfig": "transfer_manager.storage.config",
     "TaskKind": "transfer_manager.task",

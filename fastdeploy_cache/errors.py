@@ -109,10 +109,11 @@ class CommitError(RequestError):
 class OutOfBlocksError(CacheError):
     """An allocation that cannot be had now; nothing was changed."""
 
-    def __init__(self, missing: int, coming: int, *, num_all: int | None = None) -> None:
+    def __init__(self, missing: int, coming: int, *, num_all: int | None = None, row: str | None = None) -> None:
         """`missing` are short when all evictable ones are taken; `coming` are held only by copies in flight.
 
-        `num_all`: the blocks of the whole pool, where one caller would have more than these.
+        `num_all`: the blocks of the whole pool, where one caller would have more than these. `row`: the one whose units
+        are short, where that is not the full one.
         """
         remedy = "release a request, then allocate again"
         if num_all is not None:
@@ -121,8 +122,10 @@ class OutOfBlocksError(CacheError):
             remedy = f"wait for the copies in flight, which hold {coming} (`wait_seconds`), or {remedy}"
         elif coming:
             remedy = f"copies in flight hold {coming} of them; {remedy}"
-        super().__init__(f"{counted(missing, 'block')} {'is' if missing == 1 else 'are'} missing; {remedy}")
+        what = counted(missing, "block") if row is None else f"{counted(missing, 'unit')} of the row {row!r}"
+        super().__init__(f"{what} {'is' if missing == 1 else 'are'} missing; {remedy}")
         self.missing = missing
+        self.row = row
         self.coming = coming
 
 

@@ -11,7 +11,7 @@ from fastdeploy_cache.books.tokens import TokenIds
 from fastdeploy_cache.books.transfer import wait_done
 from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.config.cache import CacheConfig
-from fastdeploy_cache.errors import CacheError, ConfigError, RequestError
+from fastdeploy_cache.errors import CacheError, RequestError
 from fastdeploy_cache.insight.control.control import Control
 from fastdeploy_cache.insight.insight import Insight
 from fastdeploy_cache.insight.recorder import Recorder
@@ -19,7 +19,7 @@ from fastdeploy_cache.insight.seen import Seen
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock, seconds_to_wait
 from fastdeploy_cache.life_cycle import CacheLife, LifeCycle
 from fastdeploy_cache.movement.movement import Movement
-from fastdeploy_cache.movement.new_client import new_books, new_client
+from fastdeploy_cache.movement.new_client import check_given, new_books, new_client
 from fastdeploy_cache.peers.peers import Peers
 from fastdeploy_cache.ranks import RankAccess
 from fastdeploy_cache.request import Request, whole_number
@@ -29,7 +29,8 @@ from fastdeploy_cache.requests.explanation import Explanation
 from fastdeploy_cache.requests.loads import MatchLoads
 from fastdeploy_cache.requests.match import Match, Prefetch
 from fastdeploy_cache.requests.requests import Requests
-from fastdeploy_cache.requests.steps import Steps
+from fastdeploy_cache.requests.row_verbs import RowVerbs
+from fastdeploy_cache.requests.steps import FullAllocation, Steps
 from fastdeploy_cache.storage.access import StorageAccess
 
 if TYPE_CHECKING:
@@ -79,9 +80,9 @@ class PrefixCacheManager:
             StorageRefusedError, PeerRefusedError, ConfigError: settings of these are wrong, or `policy` is none.
             NotEnoughMemoryError: the pools do not fit; nothing was taken.
         """
-        self.config = config.check_uniform("the cache itself as yet")
+        self.config = config
         clock = clock if isinstance(clock, Clock) else Clock(clock)
-        _check_policy(policy)
+        check_given(config, policy)
         client = client if client is not None else new_client(config, clock)  # first: it refuses what does not fit
         self._recorder = Recorder(config, clock.age)
         self.metrics = self._recorder.metrics
@@ -89,7 +90,8 @@ class PrefixCacheManager:
         self._movement = movement = Movement(config, books, client)
         self.storage = storage = StorageAccess(config, books, movement)
         self._requests = requests = Requests(config, books, movement, storage, Accounts(config, self.metrics, clock))
-        self._steps = Steps(requests, config.block_size)
+        self._steps = Steps(requests, config.block_size, FullAllocation(requests))
+        self.rows = RowVerbs(books, requests, config.block_size)
         self.blocks = CallerBlocks(config, books, movement, requests)
         self._recorder.follow(books)
         self.peers = Peers(config, books, requests, self.metrics)
@@ -97,16 +99,12 @@ class PrefixCacheManager:
         self.life = LifeCycle(config, books, movement, requests=requests, storage=storage, peers=self.peers)
         self._seen = seen = Seen(config, books, movement, requests=requests, storage=storage, peers=self.peers)
         self.insight = Insight(books, movement, requests, seen)
-        self.control = Control(
-            config,
-            books,
-            self.insight,
-            seen,
-            CacheLife(self.life),
-            restart=self.ranks.restart,
-            check=self.check_invariants,
-        )
+        self.control = self._new_control(seen)
         self._start(client, peer_client)
+
+    def _new_control(self, seen: Seen) -> Control:
+        restart, check = self.ranks.restart, self.check_invariants
+        return Control(self.config, self._books, self.insight, seen, CacheLife(self.life), restart=restart, check=check)
 
     def _start(self, client: TransferClient, peer_client: PeerClient | None) -> None:
         client.start(self._movement.mover.on_result, self.ranks.on_kv_lost)
@@ -188,6 +186,8 @@ class PrefixCacheManager:
         active = self._requests.active(request)
         if self._books.asleep:
             self._books.check_awake()
+        if active.rows is not None:
+            raise RequestError("allocate gives blocks of one row, and this model has several; use `rows.allocate`")
         if num_blocks < 0:
             raise RequestError(f"allocate of {num_blocks} blocks for {request.request_id!r}; give 0 or more")
         ids = self._requests.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads)
@@ -263,6 +263,8 @@ class PrefixCacheManager:
         packed = Steps.pack(steps)
         with self._books:
             self._books.check_awake()
+            if self._books.rows is not None:
+                raise RequestError("step gives blocks of one row, and this model has several; use `rows.step`")
             return self._steps.run(packed)
 
     def release(self, request: Request) -> None:
@@ -383,11 +385,3 @@ class PrefixCacheManager:
             self._books.check_open()
         pages = self._seen.start_page(self.insight, lambda: self.life.status.value)
         return self._recorder.serve(host, port, also, pages, allow_hosts)
-
-
-def _check_policy(policy: EvictionPolicy | None) -> None:
-    """Raise `ConfigError` where something is given that is none."""
-    for name in vars(EvictionPolicy) if policy is not None else ():
-        if not name.startswith("_") and not callable(getattr(policy, name, None)):
-            what = "give an object with all calls of `EvictionPolicy`, or set eviction_policy to a name"
-            raise ConfigError(f"policy is {policy!r}, which has no call {name!r}; {what}")

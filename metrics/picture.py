@@ -21,7 +21,10 @@ EVICTION_KINDS = ("copy_kept", "dropped")
 STORAGE_OPERATIONS = ("read", "write")
 STORAGE_FATES = ("fetched", "unasked", "written", "skipped")
 STORAGE_LOSSES = ("evicted", "declined", "damaged")
-STEPS = ("policy", "copy_down", "write_out", "prefetch", "landing", "client", "metrics", "callback", "settling")
+STEPS = (
+    *("policy", "copy_down", "write_out", "prefetch", "landing", "client", "metrics", "callback", "settling"),
+    "checkpoint",
+)
 CAUSES = (  # why a token was missed: see `fastdeploy_cache.books.causes`
     *("new", "new_or_forgotten", "evicted", "namespace", "image", "uncommitted", "late", "slower", "rank", "room"),
     *("limit", "reset", "partial", "last"),

@@ -43,6 +43,7 @@ HOMES = {
         "fastdeploy_cache/policies/reuse_history.py",
         "fastdeploy_cache/requests/accounts.py",
         "fastdeploy_cache/requests/active_request.py",
+        "fastdeploy_cache/requests/tables.py",
         "fastdeploy_cache/requests/trail.py",
         "fastdeploy_cache/insight/what_if/setup.py",
         "fastdeploy_cache/requests/match.py",

@@ -51,6 +51,13 @@ PRINTS = {
         "f runs: 8 of 12 tokens were cached",
         "6 answers are those that the model gives alone",
     ],
+    "hybrid_engine": [
+        "a question: 0 of 30 tokens were cached",
+        "the same again: 28 of 30 tokens were cached",
+        "its second turn: 28 of 50 tokens were cached",
+        "one that parts from it: 0 of 27 tokens were cached",
+        "another one that does: 16 of 26 tokens were cached",
+    ],
     "prefill_decode": [
         "turn 1: decode has 96 of 100 tokens, and computes the rest",
         "turn 2: decode has 192 of 200 tokens, and computes the rest",

@@ -31,6 +31,10 @@ class RowSettings(Protocol):
     def storage(self) -> object: ...
     @property
     def peer(self) -> object: ...
+    @property
+    def recompute_last_token(self) -> bool: ...
+
+    def pool_sizes(self) -> tuple[int, int]: ...
 
 
 def units_of(config: RowSettings, rows: Sequence[Row], num_gpu_blocks: int) -> tuple[int, ...]:
@@ -103,3 +107,15 @@ def check_row_pools(config: RowSettings, layout: RankLayout, pool_sizes: tuple[i
             f"the CPU pool has {counted(pool_sizes[1], 'block')}, and a checkpoint and one block take {num_least}; "
             f"give num_cpu_blocks {num_least} or more, or 0 for no CPU tier"
         )
+
+
+def check_rows_served(config: RowSettings) -> None:
+    """Raise `ConfigError` for what does not serve a model yet whose layers do not all keep everything."""
+    if config.layout is None or not config.layout.groups:
+        return
+    for name, value, remedy in (
+        ("the CPU pool", config.pool_sizes()[1], "give num_cpu_blocks 0"),
+        ("recompute_last_token", config.recompute_last_token, "leave it out"),
+    ):
+        if value:
+            raise ConfigError(f"{name} is {value} with layout.groups, which it does not serve yet; {remedy}")

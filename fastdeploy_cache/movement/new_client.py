@@ -6,14 +6,26 @@ from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.block_pool import BlockPool
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.checkpoints import RowSizes
 from fastdeploy_cache.books.leaves.policy import EvictionPolicy
 from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.row_books import RowBooks
+from fastdeploy_cache.books.unit_pool import UnitPool
 from fastdeploy_cache.config.cache import CacheConfig
+from fastdeploy_cache.config.row_pools import check_rows_served
 from fastdeploy_cache.ipc.clock import Clock
-from fastdeploy_cache.policies import new_policy
+from fastdeploy_cache.policies import check_policy, new_policy
+from fastdeploy_cache.policies.eviction import RANKING_POLICIES
+from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 
 if TYPE_CHECKING:
     from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
+
+
+def check_given(config: CacheConfig, policy: EvictionPolicy | None) -> None:
+    """Raise `ConfigError` for a policy that is none, and for a model that is not served as configured."""
+    check_policy(policy)
+    check_rows_served(config)
 
 
 def new_client(config: CacheConfig, clock: Clock) -> TransferClient:
@@ -30,7 +42,9 @@ def new_client(config: CacheConfig, clock: Clock) -> TransferClient:
         check_place(config.storage)
     layout, (num_gpu_blocks, num_cpu_blocks) = config.rank_layout(), config.pool_sizes()
     transfer = config.transfer
-    needs_ranks = num_cpu_blocks or transfer.owner_of_kv != "engine"
+    if layout is not None and layout.rows:  # no rank moves rows as yet
+        layout = None
+    needs_ranks = num_cpu_blocks or (transfer.owner_of_kv != "engine" and layout is not None)
     if config.transfer_client == "processes" and needs_ranks:
         from fastdeploy_cache.transfer_manager.device.presence import check_presence
         from fastdeploy_cache.transfer_manager.rank.client import RankClient  # late: one of the two is needed
@@ -53,4 +67,18 @@ def new_books(config: CacheConfig, policy: EvictionPolicy | None, clock: Clock) 
             config.eviction_policy, clock.age, num_blocks=max(sizes), block_tokens=size, history_bytes=num_bytes
         )
     pools = (BlockPool("GPU", sizes[0]), BlockPool("CPU", sizes[1]))
-    return Books(PrefixTree(size, pools, policy, config.lost_blocks_bytes, clock), clock)
+    tree = PrefixTree(size, pools, policy, config.lost_blocks_bytes, clock)
+    books, layout = Books(tree, clock), config.rank_layout()
+    if layout is not None and layout.rows:
+        books.rows = _new_rows(config, tree, layout, clock)
+    return books
+
+
+def _new_rows(config: CacheConfig, tree: PrefixTree, layout: RankLayout, clock: Clock) -> RowBooks:
+    """The pools of the rows behind the full one. Checkpoints are ranked as runs are, and by `lru` where what ranks runs
+    learns from their blocks, or is somebody's own."""
+    rows = layout.rows[1:]
+    sizes = RowSizes(rows, [layout.unit_bytes(1 + number) for number in range(len(rows))], layout.block_bytes)
+    pools = [UnitPool(f"GPU {row}", units) for row, units in zip(rows, config.unit_counts(), strict=True)]
+    ranking = RANKING_POLICIES.get(tree.policy.name, RANKING_POLICIES["lru"])
+    return RowBooks(tree, sizes, pools, ranking(clock.age), clock)

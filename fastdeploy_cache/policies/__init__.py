@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fastdeploy_cache.books.leaves.policy import Clock, LeastRecentlyUsed
+from fastdeploy_cache.books.leaves.policy import Clock, EvictionPolicy, LeastRecentlyUsed
+from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.policies.eviction import RANKING_POLICIES
 
 EVICTION_POLICIES = (*RANKING_POLICIES, "reuse")
@@ -27,3 +28,11 @@ def new_policy(
 
         return Reuse(clock, num_blocks, block_tokens, history_bytes, tree_tokens=tree_tokens)
     return RANKING_POLICIES[name](clock)
+
+
+def check_policy(policy: EvictionPolicy | None) -> None:
+    """Raise `ConfigError` where something is given that is none."""
+    for name in vars(EvictionPolicy) if policy is not None else ():
+        if not name.startswith("_") and not callable(getattr(policy, name, None)):
+            what = "give an object with all calls of `EvictionPolicy`, or set eviction_policy to a name"
+            raise ConfigError(f"policy is {policy!r}, which has no call {name!r}; {what}")

@@ -21,6 +21,7 @@ from fastdeploy_cache.errors import CommitError
 from fastdeploy_cache.movement.cargo import OneBlock
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.room_queue import RoomWait
+from fastdeploy_cache.requests.tables import RequestRows
 from fastdeploy_cache.requests.trail import Trail
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 
@@ -100,6 +101,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
     num_copied_tokens: int = 0  # in the private block that the copy of the last block has filled
     step: int = 0  # the last step that it took part in
     ahead: Sequence[Transfer] = ()  # loads whose destinations it uses before they have ended
+    rows: RequestRows | None = None  # of a hybrid model, what it holds of the rows behind the full one
 
     def __repr__(self) -> str:
         """The request and its phase: tokens would be a page."""

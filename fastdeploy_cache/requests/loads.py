@@ -12,6 +12,7 @@ from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.requests.explanation import Explanation
 from fastdeploy_cache.requests.match import Match
 from fastdeploy_cache.requests.requests import Requests
+from fastdeploy_cache.requests.tables import RowTable
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 
 _ALARM_SECONDS = 3600.0
@@ -38,6 +39,7 @@ class MatchLoads:
         num_gpu = min(active.num_gpu_blocks, num_blocks)
         num_storage = active.num_storage_blocks(num_gpu, num_blocks) if active.prefetch is not None else 0
         coming, transfers = matcher.coming(active) if num_coming else ((), ())
+        tables, wanted = self._row_tables() if active.rows is not None else ((), ())
         match = Match(
             block_ids=ids.tolist(),
             num_tokens=num_blocks * size + num_copied,
@@ -49,10 +51,19 @@ class MatchLoads:
             coming_block_ids=tuple(coming),
             load_ids=tuple([transfer.task_id for transfer in transfers]) if transfers else (),
             _loads=self,
+            tables=tables,
+            checkpoint_tokens=wanted,
         )
         if not active.trail.match_seconds:
             active.trail.match_seconds = self._requests.books.clock.now() - active.trail.matched_at
         return match
+
+    def _row_tables(self) -> tuple[tuple[RowTable, ...], tuple[int, ...]]:
+        """What a match of a hybrid model has beside that of others."""
+        anchors, rows, size = self._requests.anchors, self._active.rows, self._requests.books.tree.block_size
+        if anchors is None or rows is None:
+            return (), ()
+        return anchors.tables(self._active), tuple([boundary * size for boundary in rows.wanted])
 
     def explain(self) -> Explanation:
         with self._requests.books:

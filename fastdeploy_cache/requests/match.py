@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from fastdeploy_cache.ipc.clock import Event, seconds_to_wait
+from fastdeploy_cache.requests.tables import RowTable
 
 if TYPE_CHECKING:
     import asyncio
@@ -97,6 +98,11 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             limits, no room, a full queue, or a rank is down.
         coming_block_ids: where the coming tokens are being loaded to; see `PrefixCacheManager.allocate`.
         load_ids: the loads that bring them, for `LayerProgress.wait_layer` in a worker.
+        tables: of a hybrid model, units of each row behind the full one, in the order in which `config check` prints
+            them: what is read behind the matched tokens. They are never written.
+        checkpoint_tokens: of a hybrid model, after how many tokens a piece of the prompt should end, so that others can
+            go on there: where it parts from what is cached, and at its last whole block. With states a snapshot is
+            taken there (`cache.rows.snapshot`).
     """
 
     block_ids: list[int]
@@ -109,6 +115,8 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     coming_block_ids: tuple[int, ...]
     load_ids: tuple[int, ...]
     _loads: MatchHandle
+    tables: tuple[RowTable, ...] = ()
+    checkpoint_tokens: tuple[int, ...] = ()
 
     def explain(self) -> Explanation:
         """Where the tokens of the prompt came from, and why the others did not.

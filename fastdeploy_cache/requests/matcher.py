@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Sequence
 from functools import partial
 
-from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.causes import Cause
@@ -16,10 +15,9 @@ from fastdeploy_cache.books.run import GPU, Run
 from fastdeploy_cache.books.transfer import Transfer, segments_of
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.movement.movement import Movement
-from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import SETTLED, VOID, WAITING, ActiveRequest
+from fastdeploy_cache.requests.anchors import Anchors
 from fastdeploy_cache.requests.listener import SETTLED_LATE, RequestListener
-from fastdeploy_cache.requests.match import Prefetch
 from fastdeploy_cache.requests.misses import Misses
 from fastdeploy_cache.requests.room_queue import RoomQueue, RoomWait
 from fastdeploy_cache.storage.access import StorageAccess
@@ -39,8 +37,9 @@ class Matcher:
         *,
         misses: Misses,
         room: RoomQueue,
+        anchors: Anchors | None,
     ) -> None:
-        self._misses, self._room = misses, room
+        self._misses, self._room, self._anchors = misses, room, anchors
         self._seconds = config.transfer.task_timeout_seconds
         self._books, self._tree, self._clock = books, books.tree, books.clock
         self._mover, self._loader, self._storage = movement.mover, movement.loader, storage
@@ -69,6 +68,9 @@ class Matcher:
             self._misses.find(active, path, num_found)
         elif max_blocks and request.num_tokens == (max_blocks + 1) * tree.block_size:
             self._misses.pass_over(active)
+        if self._anchors is not None:
+            self._settle_at(active, self._anchors.match(active, path, num_found))
+            return
         if request.images:
             active.trail.num_whole_blocks = num_found = usable_end(request, num_found, tree.block_size)
         if num_found:
@@ -222,20 +224,6 @@ class Matcher:
         finally:
             self._tree.move_pin(with_source, None, 0)
 
-    def look(self, request: Request, keys: BlockKeys, num_blocks: int) -> Prefetch:
-        """What is cached of a request's first blocks, counted as a touch: what is queued is not the coldest."""
-        size = self._tree.block_size
-        path, num_found = self._tree.find(request.namespace, keys, num_blocks)
-        num_found = usable_end(request, num_found, size)
-        num_gpu = len(gpu_ids(path, num_found))
-        if path:
-            self._tree.policy.touch(path)
-        return Prefetch(
-            num_gpu_tokens=num_gpu * size,
-            num_cpu_tokens=(num_found - num_gpu) * size,
-            num_missing_tokens=request.num_tokens - num_found * size,
-        )
-
     # -- what has happened since the match
 
     def is_stale(self, active: ActiveRequest) -> bool:
@@ -369,6 +357,8 @@ class Matcher:
         copy, active.copy = active.copy, None
         if copy is not None:
             copy.is_wanted = False
+        if self._anchors is not None:
+            self._anchors.end(active)
         active.pin = self._tree.move_pin(active.pin, None, 0)
 
     def _pin(self, active: ActiveRequest, path: list[Run], num_blocks: int) -> None:

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Container
 
 from fastdeploy_cache.books.block_hash import root_hash
+from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.path import gpu_ids, usable_end
+from fastdeploy_cache.books.row_books import usable_checkpoints
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.request import Request, no_request
 from fastdeploy_cache.requests.listener import RequestListener
 from fastdeploy_cache.requests.match import Prefetch
-from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.storage.access import StorageAccess
 
 
 class Prefetches:
     """See `PrefixCacheManager.prefetch`. Any thread; each call is one turn or two."""
 
-    def __init__(
-        self, config: CacheConfig, books: Books, matcher: Matcher, storage: StorageAccess, matched: Container[str]
-    ) -> None:
+    def __init__(self, config: CacheConfig, books: Books, storage: StorageAccess, matched: Container[str]) -> None:
         """`matched`: the ids of the requests that are matched now."""
-        self._config, self._books, self._matcher = config, books, matcher
+        self._config, self._books = config, books
         self._storage, self._matched = storage, matched
         self._listener: RequestListener | None = None
 
@@ -37,7 +37,7 @@ class Prefetches:
         keys, num_blocks = request.keys(size), (request.num_tokens - (not with_last_token)) // size
         with books:  # it may send a probe
             books.check_open()
-            found = self._matcher.look(request, keys, num_blocks)
+            found = self._look(request, keys, num_blocks)
             first = (found.num_gpu_tokens + found.num_cpu_tokens) // size
             num_missing = num_blocks - first
             if self._listener is not None:
@@ -58,6 +58,23 @@ class Prefetches:
                 return found
             reads.start(prefetch)
         return found.with_fetch(prefetch)
+
+    def _look(self, request: Request, keys: BlockKeys, num_blocks: int) -> Prefetch:
+        """What is cached of a request's first blocks, counted as a touch: what is queued is not the coldest."""
+        tree, size = self._books.tree, self._config.block_size
+        path, num_found = tree.find(request.namespace, keys, num_blocks)
+        if self._books.rows is not None:
+            deepest, _ = usable_checkpoints(path, num_found, request, size)
+            num_found = deepest.boundary if deepest is not None else 0
+        num_found = usable_end(request, num_found, size)
+        num_gpu = len(gpu_ids(path, num_found))
+        if path:
+            tree.policy.touch(path)
+        return Prefetch(
+            num_gpu_tokens=num_gpu * size,
+            num_cpu_tokens=(num_found - num_gpu) * size,
+            num_missing_tokens=request.num_tokens - num_found * size,
+        )
 
     def end(self, request: Request) -> None:
         """The request has gone without being matched: what has not come yet is not wanted."""

@@ -13,6 +13,7 @@ from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.policies.load_or_compute import MIN_SAMPLE_TOKENS
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import SETTLED, ActiveRequest
+from fastdeploy_cache.requests.anchors import Anchors
 from fastdeploy_cache.requests.listener import COMMITTED, RequestListener
 from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.requests.misses import Misses
@@ -22,7 +23,16 @@ from fastdeploy_cache.storage.access import StorageAccess
 class Publisher:
     """What `commit`, `write_to_storage` and `release` do with the blocks of a request."""
 
-    def __init__(self, config: CacheConfig, books: Books, movement: Movement, matcher: Matcher, misses: Misses) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        books: Books,
+        movement: Movement,
+        matcher: Matcher,
+        *,
+        misses: Misses,
+        anchors: Anchors | None,
+    ) -> None:
         self._misses = misses
         self._size, self._cache_outputs = config.block_size, config.cache_outputs
         self._enabled = config.enable_prefix_caching
@@ -30,6 +40,7 @@ class Publisher:
         self._matcher, self._copy_down, self._speeds = matcher, movement.copy_down, movement.speeds
         self._has_copies = books.pools[CPU].num_blocks > 0
         self._listener: RequestListener | None = None
+        self._anchors = anchors
         self.num_unpublished = 0  # requests that have gone without a commit, and without a hit
 
     def tell(self, listener: RequestListener) -> None:
@@ -47,6 +58,8 @@ class Publisher:
             except MemoryError:  # nothing was published
                 active.num_computed_tokens, active.trail.stepped_at = num_before, stepped_at
                 raise
+        if self._anchors is not None:
+            self._anchors.committed(active)
         if stepped_at and num_computed_tokens - num_before >= MIN_SAMPLE_TOKENS:
             num_before = max(num_before, active.num_matched_blocks * self._size + active.num_copied_tokens)
             self._speeds.note_prefill(num_computed_tokens - num_before, now - stepped_at)
@@ -111,6 +124,8 @@ class Publisher:
         try:
             if active.prefetch is not None:
                 self._matcher.end_prefetch(active)
+            if self._anchors is not None:
+                self._anchors.finish(active)
             if not self._cache_outputs and self._enabled and self._may(active):
                 self._misses.kept_out(active)
             if pin is None:
@@ -119,8 +134,13 @@ class Publisher:
             is_current = active.generation >= self._tree.generations.last_reset
             if is_current and active.is_admitted and not active.is_detached:
                 self._note_use(active, pin)
+                if self._anchors is not None:
+                    self._anchors.use(active)
         except MemoryError:  # it is not counted, and the request goes all the same
             self._books.mishaps.note("policy")
+        finally:
+            if self._anchors is not None:
+                self._anchors.end(active)
         if pin is not None:
             self._books.let_go(pin)
 

@@ -17,6 +17,7 @@ from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request, no_request
 from fastdeploy_cache.requests.accounts import Accounts
 from fastdeploy_cache.requests.active_request import AHEAD, WAITING, ActiveRequest, Committed
+from fastdeploy_cache.requests.anchors import Anchors
 from fastdeploy_cache.requests.explanation import Explanation
 from fastdeploy_cache.requests.listener import ALLOCATED, COMMITTED, MOST_NOTED, REFUSED, RequestListener
 from fastdeploy_cache.requests.matcher import Matcher
@@ -51,12 +52,13 @@ class Requests:
         accounts.follow(books, movement.speeds)
         self._misses = misses = Misses(books)
         self.room = RoomQueue(books, movement.mover, self.num_coming)
-        self.matcher = Matcher(config, books, movement, storage, misses=misses, room=self.room)
+        self.anchors = Anchors(config, books, books.rows) if books.rows is not None else None
+        self.matcher = Matcher(config, books, movement, storage, misses=misses, room=self.room, anchors=self.anchors)
         self.ahead = RunsAhead(self.matcher, movement.mover, accounts)
-        self.publisher = Publisher(config, books, movement, self.matcher, misses)
+        self.publisher = Publisher(config, books, movement, self.matcher, misses=misses, anchors=self.anchors)
         self._config, self._mover, self._storage = config, movement.mover, storage
         self._most_tokens = books.pools[GPU].num_blocks * config.block_size
-        self.prefetches = Prefetches(config, books, self.matcher, storage, self._requests)
+        self.prefetches = Prefetches(config, books, storage, self._requests)
         self.listener: RequestListener | None = None
         self.offered = set[ActiveRequest]()
         self.keep_offered: Callable[[ActiveRequest, array[int]], Callable[[], array[int]]] = _keep_none
@@ -145,6 +147,8 @@ class Requests:
         active.trail.matched_at = called_at
         self._requests[request.request_id] = active
         try:
+            if self.anchors is not None:
+                self.anchors.begin(active)
             if self._config.enable_prefix_caching and GPU not in self.books.asleep:
                 if self._storage.is_attached:
                     self.matcher.take_prefetch(active)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import reprlib
 from collections.abc import Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES
 from fastdeploy_cache.books.tokens import TokenIds, pack
@@ -14,6 +15,7 @@ from fastdeploy_cache.requests.active_request import VOID, WAITING, ActiveReques
 from fastdeploy_cache.requests.requests import Requests
 
 Packed = tuple[Request, bytes, int]
+T = TypeVar("T")
 
 
 def _no_step(step: object) -> RequestError:
@@ -26,11 +28,51 @@ def _no_step(step: object) -> RequestError:
     )
 
 
-class Steps:
+class Allocation(Protocol[T]):
+    """How a step gives blocks to a request: of the full row, or of all rows. Under the lock."""
+
+    def allocate(self, active: ActiveRequest, num_blocks: int) -> T:
+        """So many more, or `OutOfBlocksError`."""
+        ...
+
+    def take_back(self, active: ActiveRequest, num_blocks: int, taken: T) -> None:
+        """The reverse, for what was given last."""
+        ...
+
+    def none(self) -> T:
+        """No blocks."""
+        ...
+
+
+class FullAllocation:
+    """Blocks of a model whose layers all keep everything."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+
+    def allocate(self, active: ActiveRequest, num_blocks: int) -> list[int]:
+        """See `Allocation`."""
+        ids = self._requests.allocate(active, num_blocks, ahead_of_loads=False, is_told=False)
+        try:
+            return ids.tolist()
+        except BaseException:
+            self._requests.take_back(active, num_blocks)
+            raise
+
+    def take_back(self, active: ActiveRequest, num_blocks: int, taken: list[int]) -> None:  # noqa: ARG002
+        """See `Allocation`."""
+        self._requests.take_back(active, num_blocks)
+
+    def none(self) -> list[int]:
+        """See `Allocation`."""
+        return []
+
+
+class Steps(Generic[T]):
     """Appends, allocates and commits for each request of a step, all of it or, for that request, nothing."""
 
-    def __init__(self, requests: Requests, block_size: int) -> None:
-        self._requests, self._size = requests, block_size
+    def __init__(self, requests: Requests, block_size: int, allocation: Allocation[T]) -> None:
+        self._requests, self._size, self._allocation = requests, block_size, allocation
         self._num_steps = 0
 
     @staticmethod
@@ -51,11 +93,11 @@ class Steps:
                 raise _no_step(step) from error
         return packed
 
-    def run(self, packed: Sequence[Packed | CacheError]) -> list[list[int] | CacheError | MemoryError]:
+    def run(self, packed: Sequence[Packed | CacheError]) -> list[T | CacheError | MemoryError]:
         """For each request its new blocks, or why nothing of its step was done."""
         self._num_steps += 1
         now = self._requests.books.clock.now()
-        done: list[list[int] | CacheError | MemoryError] = []
+        done: list[T | CacheError | MemoryError] = []
         listener = self._requests.listener if len(packed) > 1 else None
         if listener is not None:
             listener.begin_step()
@@ -68,7 +110,7 @@ class Steps:
             listener.end_step()
         return done
 
-    def _step(self, step: Packed, now: float) -> list[int]:
+    def _step(self, step: Packed, now: float) -> T:
         request, tokens, num_computed_tokens = step
         requests = self._requests
         active = requests.active(request)
@@ -85,24 +127,23 @@ class Steps:
                 f"step of request {request.request_id!r} with {num_computed_tokens} computed tokens; {least} are "
                 f"committed, it has {num_tokens}, and its blocks hold {num_room}: give {least} to {most}"
             )
-        new_ids, num_new, began = list[int](), 0, active.trail.stepped_at
+        new, num_new, began = None, 0, active.trail.stepped_at
         if num_tokens > num_room:
             num_new = -(-(num_tokens - num_room) // self._size)
-            taken = requests.allocate(active, num_new, ahead_of_loads=False, is_told=False)
+            new = self._allocation.allocate(active, num_new)
             active.trail.stepped_at = began  # what is committed below took from there, not from the new blocks on
         try:
-            if num_new:
-                new_ids = taken.tolist()
             request.append_packed(tokens)
             num_committed = active.num_committed_blocks
             requests.commit(active, num_computed_tokens, now)
-            if new_ids and active.num_committed_blocks == num_committed:
-                requests.tell_allocated(active, len(new_ids))
+            if num_new and active.num_committed_blocks == num_committed:
+                requests.tell_allocated(active, num_new)
+            return self._allocation.none() if new is None else new
         except BaseException:  # no memory: the request is as it was
             request.cut_output(num_before)
-            requests.take_back(active, num_new)
+            if new is not None:
+                self._allocation.take_back(active, num_new, new)
             raise
-        return new_ids
 
     def _refuse(self, active: ActiveRequest) -> None:
         name = active.request.request_id

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_cache import CacheConfig, PrefixCacheManager
+from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.adapters.mini_sglang.radix_cache import new_manager
 from fastdeploy_cache.adapters.sglang.config import new_config
 from fastdeploy_cache.errors import ConfigError
@@ -80,10 +80,9 @@ def test_what_is_refused(fields: dict[str, Any], words: str) -> None:
 
 
 def test_who_cannot_serve_them_says_so() -> None:
-    """The cache itself, and adapters: by name, before anything is started."""
+    """Adapters, by name, before anything is started."""
     layout = {"page_size": 4, "layout": SMALL}
     for who, make in (
-        ("the cache itself as yet", lambda: PrefixCacheManager(config())),
         ("the radix cache of SGLang", lambda: new_config(64, transfer_client="inline", **layout)),
         ("the radix cache of mini-sglang", lambda: new_manager(16, **layout)),
     ):

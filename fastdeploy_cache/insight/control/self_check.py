@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.row_invariants import check_own_units, check_rows
 from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.peers import Peers
@@ -27,3 +28,8 @@ def check_all(
             waiting=road.receives.loads,
         )
         check(books.tree, held)
+        if books.rows is not None:
+            rows = [active.rows for active in requests if active.rows is not None]
+            kept = [prefix.checkpoint for prefix in books.pinned.values() if prefix.checkpoint is not None]
+            check_rows(books.tree, books.rows, [*kept, *(each for of in rows for each in of.anchors)])
+            check_own_units(books.rows, [of.own for of in rows])

@@ -1,0 +1,157 @@
+"""The verbs of a model whose layers do not all keep everything: `cache.rows`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fastdeploy_cache.books.block_pool import REQUEST
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.tokens import TokenIds
+from fastdeploy_cache.errors import CacheError, RequestError
+from fastdeploy_cache.request import Request, whole_number
+from fastdeploy_cache.requests.active_request import SETTLED, ActiveRequest
+from fastdeploy_cache.requests.anchors import Anchors
+from fastdeploy_cache.requests.requests import Requests
+from fastdeploy_cache.requests.steps import Steps
+from fastdeploy_cache.requests.tables import RowBlocks, Snapshot
+
+
+class RowAllocation:
+    """Blocks of all rows, or none. See `fastdeploy_cache.requests.steps.Allocation`."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+
+    def allocate(self, active: ActiveRequest, num_blocks: int) -> RowBlocks:
+        """See there."""
+        anchors, first = self._requests.anchors, max(len(active.block_ids), active.num_matched_blocks)
+        assert anchors is not None
+        anchors.check_room(active, num_blocks)
+        ids = self._requests.allocate(active, num_blocks, ahead_of_loads=False, is_told=False)
+        try:
+            return RowBlocks(ids.tolist(), anchors.extend(active, first, num_blocks))
+        except BaseException:
+            self._requests.take_back(active, num_blocks)
+            raise
+
+    def take_back(self, active: ActiveRequest, num_blocks: int, taken: RowBlocks) -> None:
+        """See there."""
+        assert self._requests.anchors is not None
+        self._requests.anchors.take_back(active, taken.tables)
+        self._requests.take_back(active, num_blocks)
+
+    def none(self) -> RowBlocks:
+        """See there."""
+        return RowBlocks([], ())
+
+
+class RowVerbs:
+    """What `allocate` and `step` are for other models, and snapshots of states. Any thread; each call is a turn.
+
+    A checkpoint's units are read and never written: a request that goes on at one reads its state from the slot that
+    the match has shown, and writes its own from then on.
+    """
+
+    def __init__(self, books: Books, requests: Requests, block_size: int) -> None:
+        self._books, self._requests, self._size = books, requests, block_size
+        self._allocation = RowAllocation(requests)
+        self._steps = Steps(requests, block_size, self._allocation)
+
+    def allocate(self, request: Request, num_blocks: int) -> RowBlocks:
+        """Give the request `num_blocks` more blocks behind those that it has, of every row, or of none.
+
+        Of a row of states it gets one slot with its first blocks, which is its own to write.
+
+        Raises:
+            OutOfBlocksError: one row has not that many now, which `row` names; nothing was changed.
+            RequestError: not a number of 0 or more; or all layers of this model keep everything: use
+                `PrefixCacheManager.allocate`.
+        """
+        number = whole_number(num_blocks, "num_blocks")
+        with self._books:
+            self._books.check_awake()
+            active = self._requests.active(request)
+            self._anchors()
+            if number < 0:
+                raise RequestError(f"allocate of {number} blocks for {request.request_id!r}; give 0 or more")
+            return self._allocation.allocate(active, number)
+
+    def step(self, steps: Iterable[tuple[Request, TokenIds, int]]) -> list[RowBlocks | CacheError | MemoryError]:
+        """See `PrefixCacheManager.step`: the same, with new blocks of all rows for each request."""
+        packed = Steps.pack(steps)
+        with self._books:
+            self._books.check_awake()
+            self._anchors()
+            return self._steps.run(packed)
+
+    def snapshot(self, request: Request, num_tokens: int, slots: Sequence[int]) -> tuple[int, ...] | None:
+        """After exactly the first `num_tokens` tokens the states are in these slots, one of each row of states, which
+        are the request's own. Call it before they are written on.
+
+        Returns the slots that the request writes from now on, while those of the snapshot are read and never written:
+        the commit that reaches these tokens makes a checkpoint of them. Of output the newest one is kept, and becomes a
+        checkpoint when the request is released. None: there is no slot to spare, or what the request computes is not
+        cached; then nothing has changed, and the request writes on where it did.
+
+        Raises:
+            RequestError: tokens that do not end a block, or that are not computed; slots that are not the request's
+                own; a second snapshot of the same tokens; or a model without states. Nothing was changed.
+        """
+        number = whole_number(num_tokens, "num_tokens")
+        with self._books:
+            self._books.check_awake()
+            active = self._requests.active(request)
+            anchors = self._anchors()
+            self._check(active, anchors, number, slots)
+            is_current = active.generation >= self._books.tree.generations.last_reset
+            if not is_current or active.is_detached or active.phase is not SETTLED:
+                return None
+            return self._take(active, anchors, number, slots)
+
+    def _take(
+        self, active: ActiveRequest, anchors: Anchors, num_tokens: int, slots: Sequence[int]
+    ) -> tuple[int, ...] | None:
+        rows, pools = active.rows, self._books.rows
+        assert rows is not None and pools is not None
+        if any(pools.checkpoints.pools[number].num_available < 1 for number in anchors.state_rows):
+            return None
+        anchors.drop_pending(active)  # it was of a draft, or of what no commit has come to yet
+        fresh = [pools.take(number, 1, REQUEST) for number in anchors.state_rows]
+        first = active.num_committed_blocks * self._size * 4
+        tail = active.keys.part(first, num_tokens * 4) if num_tokens * 4 > first else b""
+        for number, units in zip(anchors.state_rows, fresh, strict=True):
+            rows.own[number].update(units)
+            rows.tables[number], rows.firsts[number] = units, num_tokens // self._size
+        rows.pending = Snapshot(num_tokens // self._size, tuple(slots), tail)
+        if active.num_computed_tokens >= num_tokens:
+            anchors.committed(active)
+        return tuple(units[0] for units in fresh)
+
+    def _check(self, active: ActiveRequest, anchors: Anchors, num_tokens: int, slots: Sequence[int]) -> None:
+        name, rows = f"snapshot of request {active.request.request_id!r}", active.rows
+        assert rows is not None
+        if not anchors.state_rows:
+            raise RequestError(f"{name}: the model has no states; windows are cached without snapshots")
+        if num_tokens <= 0 or num_tokens % self._size:
+            raise RequestError(f"{name} at {num_tokens} tokens; take it where a block of {self._size} tokens ends")
+        num_held = min(active.request.num_tokens, len(active.block_ids) * self._size)
+        if not active.num_computed_tokens <= num_tokens <= num_held:
+            raise RequestError(
+                f"{name} at {num_tokens} tokens; {active.num_computed_tokens} are committed, and its blocks hold "
+                f"{num_held}: take it between these"
+            )
+        live = [rows.tables[number][-1:].tolist() for number in anchors.state_rows]
+        is_own = all(each and each[0] in rows.own[n] for each, n in zip(live, anchors.state_rows, strict=True))
+        if not is_own or [[slot] for slot in slots] != live:
+            raise RequestError(
+                f"{name} in slots {list(slots)}; its states are in {[slot for each in live for slot in each]}: give "
+                "the slots that it writes, one of each row of states"
+            )
+        taken = [each.boundary for each in (rows.pending, rows.newest) if each is not None]
+        if num_tokens // self._size in taken:
+            raise RequestError(f"{name} at {num_tokens} tokens, of which there is one; take one at each boundary")
+
+    def _anchors(self) -> Anchors:
+        if (anchors := self._requests.anchors) is None:
+            raise RequestError("all layers of this model keep everything; use `allocate` and `step` of the cache")
+        return anchors

@@ -1,0 +1,296 @@
+"""The verbs of a hybrid model: what they show, what they refuse, and that what is refused changes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError, UnknownRequestError
+from fastdeploy_cache.requests.tables import RowTable
+from fastdeploy_cache.transfer_manager.kv.groups import KVGroup, StatePart
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
+
+FULL = KVGroup(kind="full", layers=(0,))
+STATE = KVGroup(kind="state", layers=(1,), parts=(StatePart(name="s", shape=(4,)),))
+WINDOW = KVGroup(kind="window", reach_tokens=6, layers=(2,))
+BOTH = KVLayout(num_layers=3, num_kv_heads=1, head_dim=4, groups=(FULL, STATE, WINDOW))
+BEHIND = KVGroup(kind="window", reach_tokens=6, layers=(1,))
+ONLY_WINDOW = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, groups=(FULL, BEHIND))
+UNIFORM = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4)
+TEXT = list(range(18))  # four blocks of four tokens, and two tokens
+
+
+def manager(layout: KVLayout = BOTH, **fields: Any) -> PrefixCacheManager:
+    base = {"block_size": 4, "num_gpu_blocks": 16, "transfer_client": "inline", "max_running": 3}
+    return PrefixCacheManager(CacheConfig(**{**base, "layout": layout, **fields}))
+
+
+@pytest.fixture
+def cache() -> Iterator[PrefixCacheManager]:
+    with manager() as made:
+        yield made
+        made.check_invariants()
+
+
+def ask(cache: PrefixCacheManager, name: str, tokens: list[int] | None = None) -> Request:
+    request = Request(request_id=name, prompt_token_ids=TEXT if tokens is None else tokens)
+    cache.match(request)
+    return request
+
+
+def computed(cache: PrefixCacheManager, name: str, tokens: list[int] | None = None) -> Request:
+    """A prompt that is computed whole, with a snapshot at its last block; not released."""
+    request = ask(cache, name, tokens)
+    new = cache.rows.allocate(request, -(-request.num_tokens // 4))
+    end = (request.num_tokens - 1) // 4 * 4
+    cache.rows.snapshot(request, end, new.tables[0].block_ids)
+    cache.commit(request, end)
+    cache.commit(request, request.num_tokens)
+    return request
+
+
+def picture(cache: PrefixCacheManager) -> tuple[Any, ...]:
+    """All that a refused verb might have changed."""
+    books = cache._books
+    assert books.rows is not None
+    pools = [*books.pools, *(pool.pool for pool in books.rows.checkpoints.pools)]
+    return tuple((pool.name, tuple(pool.count(owner) for owner in range(6))) for pool in pools)  # type: ignore[arg-type]
+
+
+def test_a_second_request_goes_on_at_the_checkpoint(cache: PrefixCacheManager) -> None:
+    """It is shown full blocks up to there, the state in front, and the window; and where a piece should end."""
+    first = ask(cache, "a")
+    new = cache.rows.allocate(first, 5)
+    assert [len(table.block_ids) for table in new.tables] == [1, 5] and len(new.block_ids) == 5
+    (fresh,) = cache.rows.snapshot(first, 16, new.tables[0].block_ids) or ()
+    assert fresh not in new.tables[0].block_ids
+    cache.commit(first, 18)
+    cache.release(first)
+    match = cache.match(second := Request(request_id="b", prompt_token_ids=[*TEXT, 1, 2, 3, 4]))
+    assert match.num_tokens == match.num_gpu_tokens == 16 and match.block_ids == new.block_ids[:4]
+    assert (
+        match.tables
+        == (
+            RowTable(3, new.tables[0].block_ids),  # the state at the end of block 3
+            RowTable(2, new.tables[1].block_ids[2:4]),  # tokens 11 to 15
+        )
+    )
+    assert match.checkpoint_tokens == (20,)
+    assert cache.prefetch(Request(request_id="c", prompt_token_ids=TEXT)).num_gpu_tokens == 16
+    cache.release(second)
+
+
+def test_a_prompt_that_parts_has_a_stop_where_it_does(cache: PrefixCacheManager) -> None:
+    """No checkpoint lies there: the second request computes all again, and makes one; the third goes on there."""
+    cache.release(computed(cache, "a"))
+    parted = [*TEXT[:8], 7, 7, 7, 7, 7]
+    match = cache.match(second := Request(request_id="b", prompt_token_ids=parted))
+    assert match.num_tokens == 0 and match.checkpoint_tokens == (8, 12)
+    new = cache.rows.allocate(second, 4)
+    slots = new.tables[0].block_ids
+    slots = list(cache.rows.snapshot(second, 8, slots) or ())
+    cache.commit(second, 8)
+    cache.commit(second, 13)
+    cache.release(second)
+    third = Request(request_id="c", prompt_token_ids=[*TEXT[:8], 9, 9])
+    assert cache.match(third).num_tokens == 8
+    cache.release(third)
+
+
+def test_windows_need_no_snapshot() -> None:
+    """Checkpoints are made at the last block of a prompt, at regular stops, and at the end of the output."""
+    with manager(ONLY_WINDOW, checkpoint_every_tokens=8) as cache:
+        request = ask(cache, "a")
+        cache.rows.allocate(request, 5)
+        cache.commit(request, 18)
+        request.append_output([5, 6, 7, 8, 9, 10, 11])
+        cache.rows.allocate(request, 2)
+        cache.commit(request, 24)
+        cache.release(request)
+        ended = [*request_tokens(request), 1]
+        for tokens, found in ((TEXT, 16), ([*TEXT[:9], 0], 8), ([*TEXT[:13], 0], 8), (ended, 24)):
+            match = cache.match(other := Request(request_id="b", prompt_token_ids=tokens))
+            assert match.num_tokens == found, tokens
+            cache.release(other)
+        with pytest.raises(RequestError, match="the model has no states"):
+            cache.rows.snapshot(ask(cache, "c"), 16, [])
+        cache.check_invariants()
+
+
+def request_tokens(request: Request) -> list[int]:
+    return request.token_ids(0, request.num_tokens).tolist()
+
+
+def test_of_output_the_newest_snapshot_counts(cache: PrefixCacheManager) -> None:
+    """The one before goes home when the next is committed; at the release the newest becomes a checkpoint."""
+    request = computed(cache, "a")
+    num_free = cache._books.rows.checkpoints.pools[0].pool.num_free  # type: ignore[union-attr]
+    slot = cache._requests.active(request).rows.tables[0][-1]  # type: ignore[union-attr]
+    for end in (20, 24, 28):
+        request.append_output([end] * (end - request.num_tokens))
+        cache.rows.allocate(request, 1 if end > 20 else 0)
+        (slot,) = cache.rows.snapshot(request, end, [slot]) or ()
+        cache.commit(request, end)
+    assert cache._books.rows.checkpoints.pools[0].pool.num_free == num_free - 1  # type: ignore[union-attr]
+    cache.release(request)
+    again = Request(request_id="b", prompt_token_ids=[*request_tokens(request), 3])
+    assert cache.match(again).num_tokens == 28
+    cache.release(again)
+
+
+def test_a_snapshot_of_a_rejected_draft_is_none(cache: PrefixCacheManager) -> None:
+    """Its states are of tokens that were not accepted: others take their place before the commit."""
+    request = computed(cache, "a")
+    slot = cache._requests.active(request).rows.tables[0][-1]  # type: ignore[union-attr]
+    request.append_output([90, 91])
+    assert cache.rows.snapshot(request, 20, [slot])
+    request.cut_output(18)
+    request.append_output([92, 93])
+    cache.commit(request, 20)
+    cache.release(request)
+    found = Request(request_id="b", prompt_token_ids=[*TEXT, 92, 93, 1])
+    assert cache.match(found).num_tokens == 16
+    cache.release(found)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "slots", "words"),
+    [
+        (17, "own", "at 17 tokens; take it where a block of 4 tokens ends"),
+        (0, "own", "at 0 tokens; take it where a block of 4 tokens ends"),
+        (-4, "own", "at -4 tokens; take it where"),
+        (12, "own", "at 12 tokens; 18 are committed, and its blocks hold 20: take it between these"),
+        (24, "own", "at 24 tokens; 18 are committed, and its blocks hold 20"),
+        (20, "other", "give the slots that it writes, one of each row of states"),
+        (20, "none", "give the slots that it writes, one of each row of states"),
+        (20, "twice", "give the slots that it writes, one of each row of states"),
+    ],
+)
+def test_snapshots_that_are_refused(cache: PrefixCacheManager, num_tokens: int, slots: str, words: str) -> None:
+    """A place that ends no block or is not computed, and slots of somebody else; nothing changes."""
+    request, other = computed(cache, "a"), computed(cache, "b", [50, *TEXT])
+    request.append_output([1, 2])
+    own = cache._requests.active(request).rows.tables[0].tolist()  # type: ignore[union-attr]
+    theirs = cache._requests.active(other).rows.tables[0].tolist()  # type: ignore[union-attr]
+    before = picture(cache)
+    given = {"own": own, "other": theirs, "none": [], "twice": own * 2}[slots]
+    with pytest.raises(RequestError, match=re.escape(words)):
+        cache.rows.snapshot(request, num_tokens, given)
+    assert picture(cache) == before
+    cache.release(request)
+    cache.release(other)
+
+
+def test_a_snapshot_twice_and_after_release(cache: PrefixCacheManager) -> None:
+    """The second of the same tokens is refused, and so is one of a request that has gone."""
+    request = computed(cache, "a")
+    request.append_output([1, 2])
+    slot = cache._requests.active(request).rows.tables[0].tolist()  # type: ignore[union-attr]
+    fresh = cache.rows.snapshot(request, 20, slot)
+    assert fresh
+    with pytest.raises(RequestError, match="at 20 tokens, of which there is one"):
+        cache.rows.snapshot(request, 20, fresh)
+    cache.release(request)
+    with pytest.raises(UnknownRequestError):
+        cache.rows.snapshot(request, 20, fresh)
+
+
+def test_a_shown_state_is_not_the_requests_to_give(cache: PrefixCacheManager) -> None:
+    """What a match shows is read and never written: it is refused as a snapshot's slot."""
+    cache.release(computed(cache, "a"))
+    match = cache.match(request := Request(request_id="b", prompt_token_ids=[*TEXT, 1, 2, 3]))
+    with pytest.raises(RequestError, match=r"16 are committed|its blocks hold|give the slots"):
+        cache.rows.snapshot(request, 16, match.tables[0].block_ids)
+    cache.release(request)
+
+
+def test_after_a_reset_there_is_no_checkpoint(cache: PrefixCacheManager) -> None:
+    """A request from before goes on, and what it computes is nobody's: its snapshots are none."""
+    request = ask(cache, "a")
+    new = cache.rows.allocate(request, 5)
+    cache.reset()
+    assert cache.rows.snapshot(request, 16, new.tables[0].block_ids) is None
+    cache.commit(request, 18)
+    cache.release(request)
+    again = Request(request_id="b", prompt_token_ids=TEXT)
+    assert cache.match(again).num_tokens == 0
+    cache.release(again)
+
+
+def test_a_row_that_is_short_is_named() -> None:
+    """All rows or none: the error says which one lacks how many, and nothing is taken of any."""
+    with manager(num_gpu_units=(2, 3), num_gpu_blocks=16) as cache:
+        request = ask(cache, "a")
+        before = picture(cache)
+        words = "2 units of the row 'window 6' are missing; the whole pool has 3"
+        with pytest.raises(OutOfBlocksError, match=words) as error:
+            cache.rows.allocate(request, 5)
+        assert (error.value.row, error.value.missing) == ("window 6", 2) and picture(cache) == before
+        cache.rows.allocate(request, 3)
+        others = [ask(cache, "b", [1, 2]), ask(cache, "c", [3, 4])]
+        with pytest.raises(OutOfBlocksError) as error:
+            cache.rows.allocate(others[0], 1)
+        assert error.value.row == "window 6"
+        for each in (request, *others):
+            cache.release(each)
+        cache.check_invariants()
+
+
+def test_verbs_of_other_models_are_told(cache: PrefixCacheManager) -> None:
+    """Each says which verb instead, and changes nothing."""
+    request = ask(cache, "a")
+    before = picture(cache)
+    with pytest.raises(RequestError, match=r"this model has several; use `rows\.allocate`"):
+        cache.allocate(request, 1)
+    with pytest.raises(RequestError, match=r"this model has several; use `rows\.step`"):
+        cache.step([(request, [], 0)])
+    with pytest.raises(RequestError, match="give 0 or more"):
+        cache.rows.allocate(request, -1)
+    with pytest.raises(RequestError):
+        cache.rows.allocate(request, "2")  # type: ignore[arg-type]
+    assert picture(cache) == before
+    cache.release(request)
+    words = "all layers of this model keep everything; use `allocate` and `step`"
+    with manager(UNIFORM) as uniform:
+        other = ask(uniform, "a")
+        with pytest.raises(RequestError, match=words):
+            uniform.rows.allocate(other, 1)
+        with pytest.raises(RequestError, match=words):
+            uniform.rows.step([])
+        with pytest.raises(RequestError, match=words):
+            uniform.rows.snapshot(other, 4, [])
+        uniform.release(other)
+
+
+def test_a_step_gives_blocks_of_all_rows(cache: PrefixCacheManager) -> None:
+    """Tokens are appended, blocks of each row allocated, and what is computed is committed; an error is an answer."""
+    request = computed(cache, "a")
+    (none,) = cache.rows.step([(request, [5], 18)])
+    (new,) = cache.rows.step([(request, [6, 7], 19)])
+    assert (none.block_ids, none.tables) == ([], ())  # type: ignore[union-attr]
+    assert len(new.block_ids) == 1 and [len(t.block_ids) for t in new.tables] == [0, 1]  # type: ignore[union-attr]
+    (refused,) = cache.rows.step([(request, [], 3)])
+    assert isinstance(refused, Exception)
+    cache.release(request)
+
+
+def test_what_is_not_served_yet_is_refused() -> None:
+    """A CPU tier, and the recomputation of a last token."""
+    with pytest.raises(ConfigError, match=r"the CPU pool is 8 with layout\.groups.*give num_cpu_blocks 0"):
+        manager(num_cpu_blocks=8)
+    with pytest.raises(ConfigError, match=r"recompute_last_token is True with layout\.groups.*leave it out"):
+        manager(recompute_last_token=True)
+
+
+def test_without_prefix_caching_all_verbs_work() -> None:
+    """Nothing is found, and no checkpoint is made."""
+    with manager(enable_prefix_caching=False) as cache:
+        for name in ("a", "b"):
+            request = computed(cache, name)
+            cache.release(request)
+            assert cache.stats().gpu.num_cached == 0
+        cache.check_invariants()

@@ -1,0 +1,71 @@
+"""A hybrid model served by the verbs of rows: logits are those from scratch, bit by bit, whatever is cached."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.rigs.float64_engine import Float64Engine, serve
+from tests.simulation.planting import Planted, Rewrite, in_place
+
+
+def test_250_requests_from_the_cache() -> None:
+    """More than 200 go on where others have been."""
+    engine = Float64Engine(seed=0, num_gpu_blocks=90, num_gpu_units=(24, 60, 72))
+    with engine.cache:
+        assert serve(engine, 250) == 250
+        assert engine.num_hits > 200 and engine.num_snapshots > 250 and not engine.num_refused
+
+
+def test_preemption_drafts_and_decode_across_boundaries() -> None:
+    """A request is preempted and matched again over its output; drafts are computed and rejected."""
+    engine = Float64Engine(seed=1, num_gpu_blocks=60, num_gpu_units=(12, 40, 48), drafts=True)
+    with engine.cache:
+        assert serve(engine, 250, preempts=0.03) == 250
+        assert engine.num_hits > 200 and engine.num_preempted > 20 and engine.num_rejected > 200
+
+
+def test_a_pool_so_small_that_snapshots_fail() -> None:
+    """Those without a slot make no checkpoint, and the request goes on; requests are preempted for units."""
+    engine = Float64Engine(seed=2, num_gpu_blocks=45, num_gpu_units=(5, 14, 18))
+    with engine.cache:
+        assert serve(engine, 250) == 250
+        assert engine.num_refused > 20 and engine.num_preempted > 20 and engine.num_hits > 50
+
+
+_ANCHORS = "requests.anchors"
+PLANTED = [
+    Planted(
+        "a live state is given away",
+        (Rewrite("requests.row_verbs", "RowVerbs._take", "return tuple(units[0] for units in fresh)", "return slots"),),
+    ),
+    Planted(
+        "a window slides a block early",
+        (Rewrite(_ANCHORS, "Anchors._slide", "row.first_block(least), rows", "row.first_block(least + 1), rows"),),
+    ),
+    Planted(
+        "a checkpoint is let go while it is read",
+        (Rewrite(_ANCHORS, "Anchors._slide", ">= checkpoint.boundary", ">= checkpoint.boundary - 2"),),
+    ),
+    Planted(
+        "states that are read once more are freed",
+        (Rewrite(_ANCHORS, "Anchors._take_snapshot_in", "rows.passed = pending", "self._free_slots(rows, pending)"),),
+    ),
+    Planted(
+        "a window is a block short",
+        (Rewrite("transfer_manager.kv.groups", "Row.first_block", "reach_tokens + 1)", "reach_tokens + 5)"),),
+    ),
+    Planted(
+        "an evicted unit is still shown",
+        (Rewrite("books.unit_pool", "UnitPool.let_go", "if not num_left:", "if True:"),),
+    ),
+]
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
+def test_planted_faults_change_logits_or_books(planted: Planted) -> None:
+    """Each is seen by the same run."""
+    with in_place(planted), pytest.raises((AssertionError, KeyError, ValueError)):
+        for seed in range(4):
+            engine = Float64Engine(seed=seed, num_gpu_blocks=45, num_gpu_units=(7, 16, 20))
+            with engine.cache:
+                serve(engine, 60, preempts=0.02)
