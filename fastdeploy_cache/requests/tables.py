@@ -20,12 +20,8 @@ class RowTable(NamedTuple):
 
 
 class RowBlocks(NamedTuple):
-    """New blocks of a request in all rows.
-
-    Attributes:
-        block_ids: of the full row, behind those that the request has.
-        tables: of each further row, in the order in which `config check` prints them.
-    """
+    """New blocks of a request in all rows: those of the full row, behind those that the request has, and a table of each
+    further row, in the order in which `config check` prints them."""
 
     block_ids: list[int]
     tables: tuple[RowTable, ...]
