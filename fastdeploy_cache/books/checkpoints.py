@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol, cast
 
 from fastdeploy_cache.books.block_pool import CHECKPOINT, TASK, BlockPool, Owner
@@ -28,6 +29,7 @@ class RowSizes:
         """`rows`: those behind the full one. `page_bytes`: of a block of the full row."""
         self.rows, self._unit_bytes, self._page_bytes = tuple(rows), tuple(unit_bytes), page_bytes
         self._counts: dict[int, tuple[int, ...]] = {}  # by boundary: there are as many as a path has blocks
+        self._parts: dict[int, tuple[slice, ...]] = {}
 
     def counts(self, boundary: int) -> tuple[int, ...]:
         """Units of each row that are read behind so many blocks."""
@@ -35,6 +37,14 @@ class RowSizes:
         if counts is None:
             counts = self._counts[boundary] = tuple([boundary - row.first_block(boundary) for row in self.rows])
         return counts
+
+    def parts(self, boundary: int) -> tuple[slice, ...]:
+        """Where those of each row lie among all units of a checkpoint there."""
+        parts = self._parts.get(boundary)
+        if parts is None:
+            ends = list(accumulate(self.counts(boundary)))
+            parts = self._parts[boundary] = tuple(map(slice, (0, *ends), ends))
+        return parts
 
     def num_pages(self, boundary: int) -> int:
         """Blocks of the CPU tier that the image of a checkpoint there takes."""
@@ -60,18 +70,12 @@ class Checkpoints:
 
     # -- looking
 
-    def units_of(self, checkpoint: Checkpoint) -> Iterator[tuple[UnitPool, memoryview]]:
-        """The pool and the units of each row on the GPU; nothing where they are not there."""
-        if checkpoint.units:
-            with memoryview(checkpoint.units) as packed, packed.cast("i") as ids:
-                start = 0
-                for pool, count in zip(self.pools, self.sizes.counts(checkpoint.boundary), strict=True):
-                    yield pool, ids[start : start + count]
-                    start += count
-
     def unit_ids(self, checkpoint: Checkpoint) -> list[array[int]]:
-        """The same as lists, by row; empty where they are not on the GPU."""
-        return [array("i", ids) for _, ids in self.units_of(checkpoint)] or [array("i") for _ in self.pools]
+        """Its units on the GPU, by row; none of any where they are not there."""
+        if not checkpoint.units:
+            return [array("i") for _ in self.pools]
+        ids = array("i", checkpoint.units)
+        return [ids[part] for part in self.sizes.parts(checkpoint.boundary)]
 
     def is_leaf(self, checkpoint: Run, tier: Tier) -> bool:
         """Whether a checkpoint may leave a tier now, and gives something back by that. As a policy asks of a run."""
@@ -94,9 +98,10 @@ class Checkpoints:
         """A checkpoint behind the first `end` blocks of a run, `boundary` blocks from the root, from units that are
         `giver`'s or that another checkpoint holds already.
 
-        Returns the checkpoint that is there, and whether these units are its own now: where it had some already, they
-        stay as they were. All of it or, on `MemoryError`, nothing; on `AssertionError`, too: of a place off its run,
-        and of units of another boundary, given twice, or of another owner.
+        Returns the checkpoint that is there, and whether these units are its own now: then it is pinned once for the
+        caller. Where it had some already, they stay as they were. All of it or, on `MemoryError`, nothing; on
+        `AssertionError`, too: of a place off its run, and of units of another boundary, given twice, or of another
+        owner.
         """
         assert run.epoch == self.epoch and 0 < end <= run.num_blocks, "a checkpoint off its run"
         assert tuple(map(len, units)) == self.sizes.counts(boundary), "units of another boundary"
@@ -104,6 +109,7 @@ class Checkpoints:
         if there is None or there.end != end:
             self.num_made += 1
             checkpoint = Checkpoint(run, end, boundary, inserted=self.num_made, last_used=run.last_used)
+            checkpoint.num_pins = 1  # at once: ranked among those that may go, it would be taken out again
             self._take_units(checkpoint, units, giver)
             put_in(run, checkpoint)
         elif there.units is not None:
@@ -111,6 +117,7 @@ class Checkpoints:
         else:
             checkpoint = there
             self._take_units(checkpoint, units, giver)
+            self.pin(checkpoint)
         self.came(checkpoint, GPU)
         return checkpoint, True
 
@@ -150,8 +157,7 @@ class Checkpoints:
             raise
         checkpoint.units = packed
         if checkpoint.num_pins:
-            for pool, held in self.units_of(checkpoint):
-                pool.pin(held)
+            self._pin_units(checkpoint)
 
     def came(self, checkpoint: Checkpoint, tier: Tier) -> None:
         """It is in a tier from now on: whoever listens hears of it, and it may be evicted from there."""
@@ -164,13 +170,18 @@ class Checkpoints:
         run: Run = checkpoint.run
         checkpoint.num_uses += 1
         checkpoint.last_used, checkpoint.notes = run.last_used, run.notes.with_sample(None)
-        for tier in TIERS:
-            self._offer(checkpoint, tier)
+        if not checkpoint.num_pins:  # else it is ranked when it is let go
+            self._offer_all(checkpoint)
+
+    def _offer_all(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.units:
+            self._offer(checkpoint, GPU)
+        if checkpoint.pages:
+            self._offer(checkpoint, CPU)
 
     def _offer(self, checkpoint: Checkpoint, tier: Tier) -> None:
-        one = cast("Run", checkpoint)
-        if self.is_leaf(one, tier):
-            self.policy.push(one, tier)
+        if not checkpoint.num_pins and self.is_leaf(cast("Run", checkpoint), tier):
+            self.policy.push(cast("Run", checkpoint), tier)
 
     # -- who keeps it
 
@@ -180,8 +191,11 @@ class Checkpoints:
         checkpoint.num_pins += 1
         if checkpoint.num_pins == 1:
             self.num_pinned_pages += len(checkpoint.pages or b"") // ID_BYTES
-            for pool, ids in self.units_of(checkpoint):
-                pool.pin(ids)
+            self._pin_units(checkpoint)
+
+    def _pin_units(self, checkpoint: Checkpoint) -> None:
+        for pool, ids in zip(self.pools, self.unit_ids(checkpoint), strict=True):
+            pool.pin(ids)
 
     def unpin(self, checkpoint: Checkpoint) -> None:
         """The reverse. Where it is of an earlier epoch it goes with its last holder."""
@@ -190,13 +204,12 @@ class Checkpoints:
         if checkpoint.num_pins:
             return
         self.num_pinned_pages -= len(checkpoint.pages or b"") // ID_BYTES
-        for pool, ids in self.units_of(checkpoint):
+        for pool, ids in zip(self.pools, self.unit_ids(checkpoint), strict=True):
             pool.unpin(ids)
         if not self._is_here(checkpoint):
             self.drop(checkpoint, Loss.RESET)
             return
-        for tier in TIERS:
-            self._offer(checkpoint, tier)
+        self._offer_all(checkpoint)
 
     # -- going
 
@@ -207,7 +220,7 @@ class Checkpoints:
         if tier:
             self._free_pages(checkpoint, why)
         else:
-            for pool, ids in self.units_of(checkpoint):
+            for pool, ids in zip(self.pools, self.unit_ids(checkpoint), strict=True):
                 pool.let_go(ids)
             was_there, checkpoint.units = checkpoint.units is not None, None
             self._left(checkpoint, GPU, why, was_there=was_there)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Protocol
 
 from fastdeploy_cache.books.run import GPU, Run
@@ -13,6 +14,9 @@ Part = tuple[Run, int, int]  # a run, its first block, number of blocks
 
 class PromptImages(Protocol):
     """What a request's prompt says about where the request can go on."""
+
+    @property
+    def images(self) -> Sequence[object]: ...
 
     def whole_images(self, num_blocks: int, block_size: int) -> int:
         """The most blocks up to `num_blocks` whose end lies inside no image."""

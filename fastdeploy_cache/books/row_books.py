@@ -12,10 +12,10 @@ from fastdeploy_cache.books.checkpoints import Checkpoints, RowSizes, Units, all
 from fastdeploy_cache.books.evicting_rows import RowEviction
 from fastdeploy_cache.books.leaves.guarded import GuardedPolicy
 from fastdeploy_cache.books.leaves.policy import LeastRecentlyUsed
-from fastdeploy_cache.books.path import PromptImages, num_gpu, usable_end
+from fastdeploy_cache.books.path import PromptImages, usable_end
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.prefix_tree import PrefixTree
-from fastdeploy_cache.books.run import Run
+from fastdeploy_cache.books.run import ID_BYTES, Run
 from fastdeploy_cache.books.trimming import Trimmer
 from fastdeploy_cache.books.unit_pool import UnitPool
 from fastdeploy_cache.ipc.clock import Clock
@@ -91,14 +91,17 @@ def usable_checkpoints(
 
     One that lies inside an image, where another request has wanted it, is passed over by who does not want that.
     """
-    depth, on_gpu, deepest = sum([run.num_blocks for run in path]), num_gpu(list(path), num_blocks), None
+    depth, on_gpu, deepest = sum([run.num_blocks for run in path]), -1, None
     for run in reversed(path):
         depth -= run.num_blocks
-        checkpoint = deepest_within(run, num_blocks - depth)
+        checkpoint = deepest_within(run, num_blocks - depth) if run.checkpoint is not None else None
         while checkpoint is not None:
-            if usable_end(prompt, checkpoint.boundary, block_size) == checkpoint.boundary:
+            boundary = checkpoint.boundary
+            if not prompt.images or usable_end(prompt, boundary, block_size) == boundary:
                 deepest = deepest or checkpoint
-                if checkpoint.units is not None and checkpoint.boundary <= on_gpu:
+                if on_gpu < 0:
+                    on_gpu = sum([len(each.gpu) for each in path]) // ID_BYTES
+                if checkpoint.units is not None and boundary <= on_gpu:
                     return deepest, checkpoint
             checkpoint = checkpoint.above
     return deepest, None

@@ -66,7 +66,7 @@ def _check_chain(tree: PrefixTree, rows: Checkpoints, run: Run) -> None:
 def _check_units(rows: Checkpoints, pool: UnitPool, held: Iterable[Checkpoint]) -> None:
     holders, pinned = Counter[int](), set[int]()
     for checkpoint in held:
-        for of, ids in rows.units_of(checkpoint):
+        for of, ids in zip(rows.pools, rows.unit_ids(checkpoint), strict=True):
             if of is pool:
                 holders.update(ids)
                 pinned.update(ids if checkpoint.num_pins else ())

@@ -43,15 +43,16 @@ class UnitPool:
     def take(self, units: array[int], giver: Owner) -> None:
         """A checkpoint holds these from now on: each is `giver`'s, or held by another checkpoint already. All of them
         or, on `MemoryError`, none; on `AssertionError`, too, which says that one is there twice or is nobody's."""
+        holders = self._holders
         assert len(set(units)) == len(units), f"units {list(units)} of {self.pool.name} have one twice"
-        fresh = array("i", [unit for unit in units if not self.is_held(unit)])
+        fresh = array("i", [unit for unit in units if not holders[unit]])
         if fresh:
             try:
                 self.pool.hand_over(fresh, giver, RUN)
             except BlockOwnerError as error:
                 raise AssertionError(f"a checkpoint is to hold what is not its giver's: {error}") from error
         for unit in units:
-            self._holders[unit] += 1
+            holders[unit] += 1
 
     def hand_back(self, units: array[int], taker: Owner) -> None:
         """The reverse of `take`: what nobody else holds is `taker`'s. Needs no memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.books import Books
@@ -15,6 +15,8 @@ from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import OutOfBlocksError
 from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.requests.tables import RequestRows, RowTable, Snapshot
+
+_NONE = array("i")  # never changed
 
 
 class Anchors:
@@ -29,6 +31,7 @@ class Anchors:
         self._books, self._tree, self._rows = books, books.tree, rows
         self._shapes, self._size = rows.checkpoints.sizes.rows, config.block_size
         self._every = config.checkpoint_every_tokens // config.block_size
+        self._is_shared = len({id(pool) for pool in rows.checkpoints.pools}) < len(rows.checkpoints.pools)
         self.state_rows = tuple(number for number, row in enumerate(self._shapes) if row.kind == "state")
 
     # -- the match
@@ -44,9 +47,10 @@ class Anchors:
         _, on_gpu = usable_checkpoints(path, num_found, active.request, self._size)
         boundary = on_gpu.boundary if on_gpu is not None else 0
         last = (active.request.num_tokens - 1) // self._size
-        regular = range(self._every, last, self._every) if self._every else ()
-        rows = self._of(active)
-        rows.wanted = tuple(sorted({b for b in (*regular, num_found, last) if boundary < b <= last}))
+        rows, wanted = self._of(active), {num_found, last}
+        if self._every:
+            wanted.update(range(self._every, last, self._every))
+        rows.wanted = tuple(sorted([each for each in wanted if boundary < each <= last]))
         rows.num_checked = active.num_gpu_blocks = active.trail.num_whole_blocks = boundary
         if on_gpu is None:
             return array("i")
@@ -79,8 +83,10 @@ class Anchors:
         """Raise `OutOfBlocksError` for the first row that lacks units for so many more blocks."""
         needed: dict[int, int] = {}
         for number, pool in enumerate(self._rows.checkpoints.pools):
-            count = needed[id(pool)] = needed.get(id(pool), 0) + self._num_new(active, number, num_blocks)
-            if count > pool.num_available:
+            count = self._num_new(active, number, num_blocks)
+            if self._is_shared:  # two rows have one pool
+                count = needed[id(pool)] = needed.get(id(pool), 0) + count
+            if count > pool.pool.num_free and count > pool.num_available:
                 most = pool.pool.num_blocks
                 is_more = count + len(self._of(active).own[number]) > most
                 missing = count - pool.num_available
@@ -88,45 +94,42 @@ class Anchors:
 
     def _num_new(self, active: ActiveRequest, row: int, num_blocks: int) -> int:
         """A state needs one slot, and has it from its first blocks on."""
-        if self._shapes[row].kind != "state":
+        if row not in self.state_rows:
             return num_blocks
         return int(num_blocks > 0 and not self._of(active).own[row])
 
     def extend(self, active: ActiveRequest, first_block: int, num_blocks: int) -> tuple[RowTable, ...]:
         """Units for blocks [first_block, first_block + num_blocks) of each row; there is room. All of them or, on
         `MemoryError`, none."""
-        rows = self._of(active)
-        taken: list[array[int]] = []
+        rows, taken = self._of(active), [_NONE] * len(self._shapes)
         try:
-            for number in range(len(self._shapes)):
-                taken.append(  # noqa: PERF401 (what was taken before an error is given back)
-                    self._rows.take(number, self._num_new(active, number, num_blocks), REQUEST)
-                )
-            new = tuple(RowTable(first_block, units.tolist()) for units in taken)
-            tables = [self._extended(number, rows.tables[number], units) for number, units in enumerate(taken)]
+            for number in range(len(taken)):
+                taken[number] = self._rows.take(number, self._num_new(active, number, num_blocks), REQUEST)
+            new = tuple([RowTable(first_block, units.tolist()) for units in taken])
+            for number, units in enumerate(taken):
+                rows.tables[number].extend(units)
+                rows.own[number].update(units)
         except BaseException:
-            for pool, units in zip(self._rows.checkpoints.pools, taken, strict=False):
-                pool.pool.free(units, REQUEST)
+            self._undo(rows, taken)
             raise
-        for number, units in enumerate(taken):
-            if units and self._shapes[number].kind == "state":
+        for number in self.state_rows:
+            if taken[number]:
                 rows.firsts[number] = first_block
-            rows.own[number].update(units)
-        rows.tables = tables
+                del rows.tables[number][:-1]  # the slot of the checkpoint at which it began
         return new
-
-    def _extended(self, row: int, table: array[int], units: array[int]) -> array[int]:
-        if self._shapes[row].kind == "state":
-            return units or table
-        return table + units
 
     def take_back(self, active: ActiveRequest, new: tuple[RowTable, ...]) -> None:
         """The reverse of `extend`, for what it gave last."""
-        rows = self._of(active)
-        for number, (table, pool) in enumerate(zip(new, self._rows.checkpoints.pools, strict=True)):
-            pool.pool.free_each(table.block_ids, REQUEST)
-            rows.own[number].difference_update(table.block_ids)
-            del rows.tables[number][len(rows.tables[number]) - len(table.block_ids) :]
+        self._undo(self._of(active), [table.block_ids for table in new])
+
+    def _undo(self, rows: RequestRows, taken: Sequence[Sequence[int]]) -> None:
+        """Free these units, some of which may have joined their tables. Needs no memory."""
+        for number, units in enumerate(taken):
+            table = rows.tables[number]
+            if units and table and table[-1] == units[-1]:
+                del table[len(table) - len(units) :]
+            rows.own[number].difference_update(units)
+            self._rows.checkpoints.pools[number].pool.free_each(units, REQUEST)
 
     # -- commits
 
@@ -164,7 +167,9 @@ class Anchors:
             return
         rows.pending = None
         end = pending.boundary * self._size * 4
-        if active.keys.part(end - len(pending.tail), end) != pending.tail:  # a draft, and other tokens were accepted
+        if (
+            pending.tail and active.keys.part(end - len(pending.tail), end) != pending.tail
+        ):  # a draft, and other tokens were accepted
             self._free_slots(rows, pending)
         elif pending.boundary <= (active.request.num_prompt_tokens - 1) // self._size:
             if not self._publish(active, pending.boundary, pending):
@@ -203,11 +208,10 @@ class Anchors:
         given = [each for each in units if each is not None]
         checkpoint, is_taken = self._rows.checkpoints.publish(run, end, boundary, given, REQUEST)
         if is_taken:
-            for number, ids in enumerate(given):
-                rows.own[number].difference_update(ids)
-            self._keep(rows, checkpoint)
-        if checkpoint not in rows.used:
-            rows.used = (*rows.used, checkpoint)
+            for own, ids in zip(rows.own, given, strict=True):
+                own.difference_update(ids)
+            rows.anchors.append(checkpoint)  # it is pinned for us
+        rows.used = (*rows.used, checkpoint)
         return is_taken
 
     def _units_for(self, rows: RequestRows, number: int, boundary: int, slots: Iterator[int]) -> array[int] | None:
@@ -222,29 +226,32 @@ class Anchors:
     def _slide(self, active: ActiveRequest) -> None:
         """Free what lies in front of every position that is read any more, and let checkpoints go that lie there."""
         rows = self._of(active)
-        read_from = active.num_computed_tokens // self._size
-        ends = [each.boundary for each in (rows.pending, rows.newest) if each is not None]
-        least = min([read_from, *ends])
+        least = active.num_computed_tokens // self._size
+        for snapshot in (rows.pending, rows.newest):
+            if snapshot is not None and snapshot.boundary < least:
+                least = snapshot.boundary
         if rows.passed is not None and active.num_computed_tokens > rows.passed.boundary * self._size:
             self._end_passed(rows)
+        if least == rows.num_slid:
+            return
+        rows.num_slid, reached = least, least
         for number, row in enumerate(self._shapes):
-            if row.kind == "state":
-                continue
-            first, gone = row.first_block(least), rows.firsts[number]
-            if first > gone:
-                self._free_units(rows, number, rows.tables[number][: first - gone])
-                del rows.tables[number][: first - gone]
+            first = row.first_block(least)
+            reached = min(reached, first)
+            gone = first - rows.firsts[number]
+            if gone > 0 and number not in self.state_rows:
+                self._free_units(rows, number, rows.tables[number][:gone])
+                del rows.tables[number][:gone]
                 rows.firsts[number] = first
-        for checkpoint in list(rows.anchors):
-            if all(row.first_block(least) >= checkpoint.boundary for row in self._shapes):
-                rows.anchors.remove(checkpoint)
-                self._rows.checkpoints.unpin(checkpoint)
+        while rows.anchors and rows.anchors[0].boundary <= reached:  # they are in the order of their boundaries
+            self._rows.checkpoints.unpin(rows.anchors.pop(0))
 
     def _free_units(self, rows: RequestRows, number: int, units: array[int]) -> None:
         own = rows.own[number]
-        gone = [unit for unit in units if unit in own]
-        own.difference_update(gone)
-        self._rows.checkpoints.pools[number].pool.free_each(gone, REQUEST)
+        gone = array("i", [unit for unit in units if unit in own])
+        if gone:
+            own.difference_update(gone)
+            self._rows.checkpoints.pools[number].pool.free(gone, REQUEST)
 
     # -- the end
 

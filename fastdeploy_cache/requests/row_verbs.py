@@ -140,15 +140,14 @@ class RowVerbs:
                 f"{name} at {num_tokens} tokens; {active.num_computed_tokens} are committed, and its blocks hold "
                 f"{num_held}: take it between these"
             )
-        live = [rows.tables[number][-1:].tolist() for number in anchors.state_rows]
-        is_own = all(each and each[0] in rows.own[n] for each, n in zip(live, anchors.state_rows, strict=True))
-        if not is_own or [[slot] for slot in slots] != live:
+        live = [rows.tables[number][0] for number in anchors.state_rows if rows.tables[number]]
+        is_own = all(slot in rows.own[number] for slot, number in zip(live, anchors.state_rows, strict=False))
+        if not (is_own and len(slots) == len(live) == len(anchors.state_rows) and list(slots) == live):
             raise RequestError(
-                f"{name} in slots {list(slots)}; its states are in {[slot for each in live for slot in each]}: give "
-                "the slots that it writes, one of each row of states"
+                f"{name} in slots {list(slots)}; its states are in {live}: give the slots that it writes, one of each "
+                "row of states"
             )
-        taken = [each.boundary for each in (rows.pending, rows.newest) if each is not None]
-        if num_tokens // self._size in taken:
+        if any(each is not None and each.boundary == num_tokens // self._size for each in (rows.pending, rows.newest)):
             raise RequestError(f"{name} at {num_tokens} tokens, of which there is one; take one at each boundary")
 
     def _anchors(self) -> Anchors:

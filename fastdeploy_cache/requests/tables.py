@@ -20,8 +20,8 @@ class RowTable(NamedTuple):
 
 
 class RowBlocks(NamedTuple):
-    """New blocks of a request in all rows: those of the full row, behind those that the request has, and a table of each
-    further row, in the order in which `config check` prints them."""
+    """New blocks of a request in all rows: those of the full row, behind those that it has, and a table of each further
+    row, in the order in which `config check` prints them."""
 
     block_ids: list[int]
     tables: tuple[RowTable, ...]
@@ -49,6 +49,7 @@ class RequestRows(msgspec.Struct, eq=False):
     own: list[set[int]]  # by row: units that are the request's
     anchors: list[Checkpoint]  # that it keeps, once for each
     wanted: tuple[int, ...] = ()  # boundaries at which a checkpoint of its prompt pays
+    num_slid: int = 0  # blocks in front of which nothing is read any more
     num_checked: int = 0  # boundaries up to here have been published, or passed
     pending: Snapshot | None = None  # that no commit has reached
     newest: Snapshot | None = None  # of its output: published when it is released

@@ -57,7 +57,9 @@ class Bench:
 
     def publish(self, pin: Pin, boundary: int, units: list[array[int]] | None = None) -> Checkpoint:
         given = self.units(boundary) if units is None else units
-        return self.rows.checkpoints.publish(pin.run, pin.end, boundary, given, REQUEST)[0]
+        checkpoint, _ = self.rows.checkpoints.publish(pin.run, pin.end, boundary, given, REQUEST)
+        self.rows.checkpoints.unpin(checkpoint)
+        return checkpoint
 
 
 def test_what_a_checkpoint_weighs() -> None:
@@ -78,6 +80,11 @@ def test_neighbours_share_units_of_a_window() -> None:
     first, _ = rows.publish(pin.run, 4, 4, [state[:1], window[:2]], REQUEST)
     second, _ = rows.publish(pin.run, 5, 5, [state[1:], window[1:]], REQUEST)
     assert [bench.pools[1].num_holders(unit) for unit in window] == [1, 2, 1]
+    assert bench.pools[1].num_available == 16 - 3  # all of them are pinned for who has published them
+    check_rows(tree, bench.rows, [first, second])
+    rows.unpin(first)
+    assert bench.pools[1].num_available == 16 - 2
+    rows.unpin(second)
     check_rows(tree, bench.rows, [])
     rows.drop(first, Loss.RESET)
     assert bench.pools[1].pool.ids_of(RUN) == sorted(window[1:]) and second.above is None
@@ -135,7 +142,7 @@ def test_a_second_checkpoint_at_a_boundary_leaves_units_to_their_giver() -> None
     rows.leave(checkpoint, GPU, Loss.UNITS)
     assert rows.publish(pin.run, pin.end, 4, more, REQUEST) == (checkpoint, True)
     assert rows.unit_ids(checkpoint) == more
-    check_rows(bench.tree, bench.rows, [])
+    check_rows(bench.tree, bench.rows, [checkpoint])
 
 
 def runs_of(tree: PrefixTree) -> list[Run]:

@@ -40,11 +40,11 @@ PLANTED = [
     ),
     Planted(
         "a window slides a block early",
-        (Rewrite(_ANCHORS, "Anchors._slide", "row.first_block(least), rows", "row.first_block(least + 1), rows"),),
+        (Rewrite(_ANCHORS, "Anchors._slide", "gone = first - rows", "gone = 1 + first - rows"),),
     ),
     Planted(
         "a checkpoint is let go while it is read",
-        (Rewrite(_ANCHORS, "Anchors._slide", ">= checkpoint.boundary", ">= checkpoint.boundary - 2"),),
+        (Rewrite(_ANCHORS, "Anchors._slide", "boundary <= reached", "boundary <= reached + 2"),),
     ),
     Planted(
         "states that are read once more are freed",

@@ -43,7 +43,7 @@ PLANTED = (
         "a checkpoint is matched and not pinned",
         ("books.checkpoints", "Checkpoints.pin", "num_pins += 1", "num_pins += 0"),
     ),
-    _plant("pinned units count as room", ("books.checkpoints", "Checkpoints.pin", "pool.pin(ids)", "pass")),
+    _plant("pinned units count as room", ("books.checkpoints", "Checkpoints._pin_units", "pool.pin(ids)", "pass")),
     _plant(
         "what a failed load has brought lands",
         ("books.row_books", "RowBooks.end_units", "succeeded and self", "self"),
@@ -95,14 +95,14 @@ PLANTED = (
     ),
     _plant(
         "a match counts on full KV that is not on the GPU",
-        ("books.row_books", "usable_checkpoints", "and checkpoint.boundary <= on_gpu", ""),
+        ("books.row_books", "usable_checkpoints", "and boundary <= on_gpu", ""),
     ),
     _plant(
         "a match ends inside an image",
         (
             "books.row_books",
             "usable_checkpoints",
-            "usable_end(prompt, checkpoint.boundary, block_size) == checkpoint.boundary",
+            "not prompt.images or usable_end(prompt, boundary, block_size) == boundary",
             "True",
         ),
     ),
@@ -127,6 +127,6 @@ PLANTED = (
     ),
     _plant(
         "an unpinned checkpoint is never evicted",
-        ("books.checkpoints", "Checkpoints.unpin", "self._offer(checkpoint, tier)", "pass"),
+        ("books.checkpoints", "Checkpoints.unpin", "self._offer_all(checkpoint)", "pass"),
     ),
 )

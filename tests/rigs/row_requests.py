@@ -179,7 +179,7 @@ class RowRequests:
             return
         for number, ids in enumerate(units):
             going.own[number].difference_update(ids)
-        self._keep(going, checkpoint)
+        going.anchors.append(checkpoint)  # it is pinned for us
         self.bench.count("published")
 
     def slide(self, going: Going) -> None:
