@@ -13,6 +13,7 @@ from fastdeploy_cache.launch.bench.control import by_token, floors, match_over_e
 from fastdeploy_cache.launch.bench.options import ControlOptions
 from fastdeploy_cache.launch.bench.pause_tables import run_pauses
 from fastdeploy_cache.launch.bench.report import Figure, Promise, Report, at_most
+from fastdeploy_cache.launch.bench.row_serving import WINDOW_TOKENS, long_match, row_times
 from fastdeploy_cache.launch.bench.scale import eviction_cost, full_pool_costs, scale_ratio
 from fastdeploy_cache.launch.bench.serving import PHASES, new_server, serve_workload
 from fastdeploy_cache.launch.bench.steps import NUM_RUNNING, our_step, step_cost
@@ -54,6 +55,7 @@ _LIMITS = {
 _WITHOUT_CAUSES = {"lru": "lru, no causes", "lru + CPU tier": "CPU tier, no causes"}
 _FULL_POOL_OF_VLLM, _FULL_POOL_OF_VLLM_FROM_LIST = 0.24, 0.25
 _STEP_MICROSECONDS = 3
+_ROW_MATCH_MICROSECONDS, _ROW_REQUEST_MICROSECONDS, _LONG_MATCH_OF_ROWS = 5, 45, 1.3
 _MADE_UP = (Recipe("chat", 64), Recipe("chat", 16), Recipe("long", 64, 60))
 
 
@@ -77,11 +79,13 @@ def bench_control(options: ControlOptions, json_file: Path | None, made_up: Sequ
                 _run_workload(report, recipe, options.repeats, vllm)
                 if recipe.kind == "chat":
                     _run_by_token(report, recipe, options.repeats)
+                    _run_rows(report, recipe, options.repeats)
             if options.trace is None:
                 report.note("No trace workload: give a file with --trace")
             _run_steps(report, options.repeats, vllm)
             _run_full_pools(report, scale_blocks, vllm)
         _run_edges(report)
+        _run_long_match_of_rows(report)
         _run_eviction(report, scale_blocks[-1])
         if len(scale_blocks) > 1:  # the ratio is of two
             _run_scale(report, scale_blocks)
@@ -173,6 +177,33 @@ def _run_by_token(report: Report, recipe: Recipe, repeats: int) -> None:
     lines = {line: [Figure("whole", found["whole"], "us")] for line, found in times.items()}
     lines["lru"].append(Figure("of no causes", ratio, promise=at_most(f"{name}: lru / lru, no causes", 1.05)))
     report.table(name, lines, about=f"{workload.num_in_flight} requests take a step together")
+
+
+def _run_rows(report: Report, recipe: Recipe, repeats: int) -> None:
+    """A model with a window and states beside one whose layers all keep everything."""
+    workload = recipe.make()
+    times = row_times(workload, repeats)
+    more = {phase: times["rows"][phase] - times["uniform"][phase] for phase in ("match", "whole")}
+    name = f"{workload.name}, window of {WINDOW_TOKENS} and states"
+    promises = {
+        "match": at_most(f"{name}: match less uniform, us", _ROW_MATCH_MICROSECONDS),
+        "whole": at_most(f"{name}: request less uniform, us", _ROW_REQUEST_MICROSECONDS),
+    }
+    lines = {line: [Figure(phase, found[phase], "us") for phase in (*PHASES, "whole")] for line, found in times.items()}
+    for line, found in times.items():
+        lines[line].append(Figure("hit", found["hit"] * 100, "%"))
+    lines["rows"] += [Figure(f"{phase}, more", more[phase], "us", promise=each) for phase, each in promises.items()]
+    report.table(name, lines, about="without the flight recorder; a snapshot at each block of output")
+
+
+def _run_long_match_of_rows(report: Report) -> None:
+    times = long_match()
+    uniform = Figure("uniform", times["uniform"], "us")
+    promise = at_most("match of 128k tokens with a window and states / uniform", _LONG_MATCH_OF_ROWS)
+    lines = {"match": [uniform, Figure("rows", times["rows"], "us", uniform, promise)]}
+    report.table(
+        "Match of a cached prompt of 128k tokens", lines, about=f"block 64, window of {WINDOW_TOKENS} and states"
+    )
 
 
 def _run_steps(report: Report, repeats: int, vllm: VllmProcess | None) -> None:
