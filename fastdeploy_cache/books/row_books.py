@@ -16,6 +16,7 @@ from fastdeploy_cache.books.path import PromptImages, usable_end
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import ID_BYTES, Run
+from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.books.trimming import Trimmer
 from fastdeploy_cache.books.unit_pool import UnitPool
 from fastdeploy_cache.ipc.clock import Clock
@@ -50,6 +51,24 @@ class RowBooks:
             self._eviction.evict_units(row, num_units - pool.num_free)
         return pool.allocate(num_units, owner)
 
+    def follow_with(self, policy: LeastRecentlyUsed) -> None:
+        """Rank checkpoints by another policy from now on, as `GuardedPolicy.follow_with` does with runs."""
+        self.checkpoints.policy.follow_with(policy)
+
+    def limit_path(self, checkpoint: Checkpoint, at_most: int) -> None:
+        """Keep so many checkpoints in front of this one, besides those where prompts part: of more, the one that was
+        made first goes, of those that nobody pins."""
+        inner, run, each = list[Checkpoint](), checkpoint.run, checkpoint.above
+        while run.parent is not None:
+            while each is not None:
+                if each.end < run.num_blocks or len(run.children) < 2:
+                    inner.append(each)
+                each = each.above
+            run = run.parent
+            each = run.checkpoint
+        if len(inner) > at_most and (spare := [each for each in inner if not each.num_pins]):
+            self.checkpoints.drop(min(spare, key=_order_of_making), Loss.SPARE)
+
     def end_units(self, checkpoint: Checkpoint, units: Units, succeeded: bool) -> bool:
         """A task that was to fill these units has ended: they are the checkpoint's, or they go home; which of both."""
         if succeeded and self.checkpoints.land_units(checkpoint, units):
@@ -82,6 +101,10 @@ class RowBooks:
         checkpoint, pinned.checkpoint = pinned.checkpoint, None
         if checkpoint is not None:
             self.checkpoints.unpin(checkpoint)
+
+
+def _order_of_making(checkpoint: Checkpoint) -> int:
+    return checkpoint.inserted
 
 
 def usable_checkpoints(

@@ -11,10 +11,11 @@ from fastdeploy_cache.books.run import Run, Tier
 
 
 class Loss(IntEnum):
-    """Why blocks leave a tier: to make room on the GPU or in the CPU tier, where what continues them goes with them;
-    forgotten by a reset or a caller; with a rank's or a tier's memory; for other weights; as a spare copy of what the
-    GPU has; and where another run has them now. And `OUTPUT`: computed, and never cached, as `cache_outputs` is off.
-    Where there are rows: `UNITS`, to make room for units of one; `TRIMMED`, as no checkpoint follows any more."""
+    """Why blocks leave a tier: to make room on the GPU or in the CPU tier, where what continues them goes with
+    them; forgotten by a reset or a caller; with a rank's or a tier's memory; for other weights; as a spare copy of
+    what the GPU has, or one checkpoint of too many on a path; and where another run has them now. And `OUTPUT`:
+    computed, and never cached, as `cache_outputs` is off. Where there are rows: `UNITS`, to make room for units of
+    one; `TRIMMED`, as no checkpoint follows any more."""
 
     GPU = 0
     CPU = 1

@@ -30,6 +30,7 @@ class Anchors:
     def __init__(self, config: CacheConfig, books: Books, rows: RowBooks) -> None:
         self._books, self._tree, self._rows = books, books.tree, rows
         self._shapes, self._size = rows.checkpoints.sizes.rows, config.block_size
+        self._most_inner = config.checkpoints_per_path
         self._every = config.checkpoint_every_tokens // config.block_size
         self._is_shared = len({id(pool) for pool in rows.checkpoints.pools}) < len(rows.checkpoints.pools)
         self.state_rows = tuple(number for number, row in enumerate(self._shapes) if row.kind == "state")
@@ -211,6 +212,7 @@ class Anchors:
             for own, ids in zip(rows.own, given, strict=True):
                 own.difference_update(ids)
             rows.anchors.append(checkpoint)  # it is pinned for us
+            self._rows.limit_path(checkpoint, self._most_inner)
         rows.used = (*rows.used, checkpoint)
         return is_taken
 

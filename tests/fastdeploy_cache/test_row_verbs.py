@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache.books.checkpoints import all_checkpoints
 from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError, UnknownRequestError
 from fastdeploy_cache.requests.tables import RowTable
 from fastdeploy_cache.transfer_manager.kv.groups import KVGroup, StatePart
@@ -293,4 +294,44 @@ def test_without_prefix_caching_all_verbs_work() -> None:
             request = computed(cache, name)
             cache.release(request)
             assert cache.stats().gpu.num_cached == 0
+        cache.check_invariants()
+
+
+def boundaries(cache: PrefixCacheManager) -> list[int]:
+    return sorted(checkpoint.boundary for checkpoint in all_checkpoints(cache._books.tree))
+
+
+def test_a_path_keeps_so_many_inner_checkpoints() -> None:
+    """Of more the oldest goes; one at which prompts part stays, and so does the last."""
+    with manager(ONLY_WINDOW, checkpoint_every_tokens=4, checkpoints_per_path=2) as cache:
+        cache.release(piecewise(cache, "a", TEXT))
+        assert boundaries(cache) == [2, 3, 4]
+        cache.release(piecewise(cache, "b", [*TEXT[:8], *range(60, 74)]))
+        assert boundaries(cache) == [2, 3, 3, 4, 4, 5]  # at block 2 prompts part by now
+        cache.check_invariants()
+
+
+def piecewise(cache: PrefixCacheManager, name: str, tokens: list[int]) -> Request:
+    """A prompt of a model without states, computed block by block."""
+    request = Request(request_id=name, prompt_token_ids=tokens)
+    match = cache.match(request)
+    for end in (*range(match.num_tokens + 4, len(tokens), 4), len(tokens)):
+        cache.rows.allocate(request, 1)
+        cache.commit(request, end)
+    return request
+
+
+def test_another_policy_ranks_checkpoints_too() -> None:
+    """What was ranked by the one before goes first, in its order; then by the new one."""
+    with manager(ONLY_WINDOW, num_gpu_units=(12,)) as cache:
+        for name in range(4):
+            cache.release(piecewise(cache, str(name), [name] * 9))
+        cache.control.set_policy("fifo")
+        rows = cache._books.rows
+        assert rows is not None and rows.checkpoints.policy.name == "fifo"
+        cache.check_invariants()
+        cache.release(piecewise(cache, "more", [9] * 25))
+        last = Request(request_id="3 again", prompt_token_ids=[3] * 9)
+        assert cache.match(last).num_tokens == 8
+        cache.release(last)
         cache.check_invariants()

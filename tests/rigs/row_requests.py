@@ -180,6 +180,8 @@ class RowRequests:
         for number, ids in enumerate(units):
             going.own[number].difference_update(ids)
         going.anchors.append(checkpoint)  # it is pinned for us
+        if self.bench.random.random() < 0.3:
+            self.bench.row_books.limit_path(checkpoint, self.bench.random.randint(0, 3))
         self.bench.count("published")
 
     def slide(self, going: Going) -> None:

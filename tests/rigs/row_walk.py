@@ -6,6 +6,7 @@ from fastdeploy_cache.books.block_pool import REQUEST, RUN, TASK
 from fastdeploy_cache.books.row_invariants import check_rows
 from fastdeploy_cache.books.run import CPU, GPU
 from fastdeploy_cache.books.tier_loss import drop_cpu, drop_gpu
+from fastdeploy_cache.policies.eviction import RANKING_POLICIES
 from tests.rigs.row_bench import SIZE, RowBench
 from tests.rigs.row_copies import RowCopies
 from tests.rigs.row_requests import RowRequests
@@ -71,6 +72,16 @@ class RowWalk:
         if found:
             self.bench.pinned.append(self.bench.books.pin_prefix(path, found))
 
+    def change_policy(self) -> None:
+        """Checkpoints are ranked by another policy; a few at a time are told to it."""
+        policy = self.bench.row_books.checkpoints.policy
+        while policy.move_some():
+            pass
+        chosen = self.bench.random.choice(list(RANKING_POLICIES.values()))
+        self.bench.row_books.follow_with(chosen(self.bench.clock.now))
+        for _ in range(self.bench.random.randint(0, 3)):
+            policy.move_some()
+
     def step(self) -> None:
         """One of all that can happen, often a request's."""
         draw = self.bench.random
@@ -92,6 +103,8 @@ class RowWalk:
             self.hold_prefix()
         elif what < 0.985:
             self.lose()
+        elif what < 0.99:
+            self.change_policy()
         else:
             with self.bench.books:
                 pass

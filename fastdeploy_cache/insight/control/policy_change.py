@@ -13,6 +13,7 @@ from fastdeploy_cache.errors import ControlError
 from fastdeploy_cache.insight.looks.pieces import run_in_turns
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.policies import EVICTION_POLICIES, new_policy
+from fastdeploy_cache.policies.eviction import RANKING_POLICIES
 
 logger = event_log(__name__)
 
@@ -54,6 +55,8 @@ def change_policy(books: Books, config: CacheConfig, clock: Clock, name: str) ->
             text = "reuse was in force before, and has not seen what was lost since; restart to have it again"
             raise ControlError(text)
         policy.follow_with(chosen)
+        if books.rows is not None:
+            books.rows.follow_with(RANKING_POLICIES.get(name, LeastRecentlyUsed)(clock))
         books.note(PolicyChanged(name=name))
         logger.info("event=eviction_policy name=%s before=%s", name, before.name)
     run_in_turns(books, _move_all(books))
@@ -61,5 +64,6 @@ def change_policy(books: Books, config: CacheConfig, clock: Clock, name: str) ->
 
 
 def _move_all(books: Books) -> Iterator[None]:
-    while books.tree.policy.move_some():
+    rows = books.rows
+    while books.tree.policy.move_some() or (rows is not None and rows.checkpoints.policy.move_some()):
         yield
