@@ -160,5 +160,5 @@ def _total_bytes(config: CacheConfig) -> int:
     layout, (num_gpu_blocks, num_cpu_blocks) = config.rank_layout(), config.pool_sizes()
     if layout is None:
         return 0
-    gpu_bytes = layout.gpu_bytes(num_gpu_blocks, config.unit_counts()) if config.transfer.device == "cpu" else 0
+    gpu_bytes = layout.gpu_bytes(num_gpu_blocks) if config.transfer.device == "cpu" else 0
     return config.transfer.tp_size * (gpu_bytes + num_cpu_blocks * layout.block_bytes)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import msgspec
 
 from fastdeploy_cache.config.insight import InsightConfig
-from fastdeploy_cache.config.row_pools import check_row_pools, check_row_values, gpu_blocks_in, units_of
+from fastdeploy_cache.config.row_pools import check_row_pools, check_row_values, gpu_blocks_in, with_units
 from fastdeploy_cache.config.tables import LISTS, OPTIONAL_TABLES, TABLES, as_settings, check_tables
 from fastdeploy_cache.errors import ConfigError, LayoutError, counted
 from fastdeploy_cache.ipc.codec import taken_apart
@@ -280,25 +280,29 @@ class CacheConfig:
 
     def rank_layout(self) -> RankLayout | None:
         """One rank's share of a block, or None without a layout."""
-        return self.layout.for_rank(self.transfer.tp_size, self.block_size) if self.layout is not None else None
+        if self.layout is None:
+            return None
+        layout = self.layout.for_rank(self.transfer.tp_size, self.block_size)
+        return with_units(self, layout, self._num_gpu_blocks(layout)) if layout.rows else layout
 
     def pool_sizes(self) -> tuple[int, int]:
         """Blocks of the GPU pool and of the CPU pool."""
-        gpu = self.num_gpu_blocks
-        if gpu is None:
-            assert self.gpu_memory_bytes is not None
-            layout = self.rank_layout()
-            assert layout is not None
-            fit = layout.num_gpu_blocks_in if not layout.rows else partial(gpu_blocks_in, self, layout)
-            gpu = fit(self.gpu_memory_bytes)
+        gpu = self._num_gpu_blocks(self.rank_layout() if self.num_gpu_blocks is None else None)
         if (num_cpu := self._num_cpu_blocks(gpu)) or self.storage is None:
             return gpu, num_cpu
         return gpu, max(8, self.storage.staging_bytes // self.block_bytes())  # what storage goes through then
 
+    def _num_gpu_blocks(self, layout: RankLayout | None) -> int:
+        if self.num_gpu_blocks is not None:
+            return self.num_gpu_blocks
+        assert self.gpu_memory_bytes is not None and layout is not None
+        fit = layout.num_gpu_blocks_in if not layout.rows else partial(gpu_blocks_in, self, layout)
+        return fit(self.gpu_memory_bytes)
+
     def unit_counts(self) -> tuple[int, ...]:
         """Units of the GPU pool of each row behind the full one; none where all layers are alike."""
         layout = self.rank_layout()
-        return units_of(self, layout.rows, self.pool_sizes()[0]) if layout is not None else ()
+        return layout.num_units if layout is not None else ()
 
     def check_uniform(self, who: str) -> Self:
         """Return itself. Raise `ConfigError` where not all layers keep everything: `who` serves no other models."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from fastdeploy_cache.errors import ConfigError, counted
-from fastdeploy_cache.transfer_manager.kv.groups import Row
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
 
 TOKENS_PER_CHECKPOINT = 4096  # of the full row's pool: for so many, each other pool has room for a checkpoint
@@ -37,15 +36,15 @@ class RowSettings(Protocol):
     def pool_sizes(self) -> tuple[int, int]: ...
 
 
-def units_of(config: RowSettings, rows: Sequence[Row], num_gpu_blocks: int) -> tuple[int, ...]:
-    """Units of each row behind the full one: as given, or what `max_running` requests need, and a checkpoint for each
-    4,096 tokens of the full row's pool."""
-    if config.num_gpu_units:
-        return config.num_gpu_units
+def with_units(config: RowSettings, layout: RankLayout, num_gpu_blocks: int) -> RankLayout:
+    """The layout with the units of each row behind the full one: as given, or what `max_running` requests need, and a
+    checkpoint for each 4,096 tokens of the full row's pool."""
     num_checkpoints = -(-num_gpu_blocks * config.block_size // TOKENS_PER_CHECKPOINT)
-    return tuple(
-        config.max_running * row.num_request_units + num_checkpoints * row.num_checkpoint_units for row in rows[1:]
+    units = config.num_gpu_units or tuple(
+        config.max_running * row.num_request_units + num_checkpoints * row.num_checkpoint_units
+        for row in layout.rows[1:]
     )
+    return replace(layout, num_units=units)
 
 
 def gpu_blocks_in(config: RowSettings, layout: RankLayout, memory_bytes: int) -> int:
@@ -53,7 +52,7 @@ def gpu_blocks_in(config: RowSettings, layout: RankLayout, memory_bytes: int) ->
     low, high = 0, memory_bytes // layout.block_bytes
     while low < high:
         middle = (low + high + 1) // 2
-        if layout.gpu_bytes(middle, units_of(config, layout.rows, middle)) <= memory_bytes:
+        if with_units(config, layout, middle).gpu_bytes(middle) <= memory_bytes:
             low = middle
         else:
             high = middle - 1

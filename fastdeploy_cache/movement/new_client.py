@@ -42,9 +42,8 @@ def new_client(config: CacheConfig, clock: Clock) -> TransferClient:
         check_place(config.storage)
     layout, (num_gpu_blocks, num_cpu_blocks) = config.rank_layout(), config.pool_sizes()
     transfer = config.transfer
-    if layout is not None and layout.rows:  # no rank moves rows as yet
-        layout = None
-    needs_ranks = num_cpu_blocks or (transfer.owner_of_kv != "engine" and layout is not None)
+    has_rows = layout is not None and bool(layout.rows)  # which no rank moves as yet
+    needs_ranks = num_cpu_blocks or (transfer.owner_of_kv != "engine" and not has_rows)
     if config.transfer_client == "processes" and needs_ranks:
         from fastdeploy_cache.transfer_manager.device.presence import check_presence
         from fastdeploy_cache.transfer_manager.rank.client import RankClient  # late: one of the two is needed

@@ -45,7 +45,7 @@ def test_a_pool_in_bytes_holds_all_rows() -> None:
     needed = config(num_gpu_blocks=300)
     layout = needed.rank_layout()
     assert layout is not None
-    num_bytes = layout.gpu_bytes(300, needed.unit_counts())
+    num_bytes = layout.gpu_bytes(300)
     for given, blocks in ((num_bytes, 300), (num_bytes - 1, 299), (num_bytes + 1, 300)):
         assert config(num_gpu_blocks=None, gpu_memory_bytes=given).pool_sizes()[0] == blocks
     with pytest.raises(ConfigError, match="the GPU pool needs at least 1 block"):

@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request, TransferConfig
 from fastdeploy_cache.books.checkpoints import all_checkpoints
-from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError, UnknownRequestError
+from fastdeploy_cache.errors import ConfigError, LayoutError, OutOfBlocksError, RequestError, UnknownRequestError
 from fastdeploy_cache.requests.tables import RowTable
 from fastdeploy_cache.transfer_manager.kv.groups import KVGroup, StatePart
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
@@ -335,3 +336,34 @@ def test_another_policy_ranks_checkpoints_too() -> None:
         assert cache.match(last).num_tokens == 8
         cache.release(last)
         cache.check_invariants()
+
+
+def test_arrays_of_each_row(cache: PrefixCacheManager) -> None:
+    """Each layer has as many blocks or units as its row, and what is written in one is read in no other."""
+    views = cache.ranks.kv_views(0)
+    (window, state) = (cache._books.rows.checkpoints.pools[n].pool.num_blocks for n in (1, 0))  # type: ignore[union-attr]
+    assert [views[0]["key"].shape, views[1]["s"].shape, views[2]["value"].shape] == [
+        (16, 4, 1, 4), (state, 4), (window, 4, 1, 4),
+    ]  # fmt: skip
+    arrays = [array for layer in views for array in layer.values()]
+    for number, array in enumerate(arrays):
+        array[:] = number + 1
+    assert [float(array.min()) for array in arrays] == [float(array.max()) for array in arrays] == [1, 2, 3, 4, 5]
+
+
+def test_a_workers_arrays_have_the_units_of_their_row() -> None:
+    """Fewer are refused, with layer and row; so are arrays of another shape."""
+    with manager(transfer=TransferConfig(kv_owner="worker")) as cache:
+        layout = cache.config.rank_layout()
+        assert layout is not None
+        numbers = [layout.num_layer_blocks(layer, 16) for layer in range(3)]
+        arrays = [
+            {part.name: np.zeros((number, *part.storage_shape), part.storage_dtype) for part in layout.parts_of(layer)}
+            for layer, number in enumerate(numbers)
+        ]
+        cache.ranks.attach_kv(0, arrays)
+        short = {name: array[:-1] for name, array in arrays[2].items()}
+        with pytest.raises(LayoutError, match=r"layer 2 key has .* units of the row 'window 6'; the GPU pool needs"):
+            cache.ranks.attach_kv(0, [*arrays[:2], short])
+        with pytest.raises(LayoutError, match="layer 1 s is"):
+            cache.ranks.attach_kv(0, [arrays[0], {"s": np.zeros((numbers[1], 5), np.float32)}, arrays[2]])

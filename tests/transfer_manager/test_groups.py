@@ -76,18 +76,19 @@ def test_layers_know_their_parts_and_numbers(tp_size: int) -> None:
     assert [(part.shape, part.dtype) for part in rank.parts_of(3)] == [((4, 2 * heads, 4), "float32")] * 2
     (state,) = rank.parts_of(2)
     assert (state.name, state.shape, state.dtype, state.token_axis) == ("state", (heads, 3), "float32", None)
-    assert [rank.num_layer_blocks(layer, 10, (7, 5, 3)) for layer in range(6)] == [10, 7, 5, 3, 5, 10]
+    rank = dataclasses.replace(rank, num_units=(7, 5, 3))
+    assert [rank.num_layer_blocks(layer, 10) for layer in range(6)] == [10, 7, 5, 3, 5, 10]
     sizes = [sum(part.num_bytes for part in rank.parts_of(layer)) for layer in range(6)]
     assert rank.block_bytes == sizes[0] + sizes[5] and rank.unit_bytes(2) == sizes[2] + sizes[4]
     numbers = (10, 7, 5, 3, 5, 10)
-    assert rank.gpu_bytes(10, (7, 5, 3)) == sum(n * size for n, size in zip(numbers, sizes, strict=True))
+    assert rank.gpu_bytes(10) == sum(n * size for n, size in zip(numbers, sizes, strict=True))
     assert rank.checkpoint_bytes == 3 * sizes[1] + sizes[2] + sizes[4] + 2 * sizes[3]
 
 
 def test_extra_layers_keep_everything() -> None:
     """Those of a speculative head lie behind the model's, in the full row, with their own number of blocks."""
     rank = dataclasses.replace(SMALL, num_extra_layers=1, extra_layer_block_ratio=1.5).for_rank(1, 4)
-    assert rank.layers[6].row == 0 and rank.num_layer_blocks(6, 10, (7, 5, 3)) == 15
+    assert rank.layers[6].row == 0 and rank.num_layer_blocks(6, 10) == 15
     assert rank.block_bytes == SMALL.for_rank(1, 4).block_bytes * 3 // 2
 
 

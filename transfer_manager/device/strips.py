@@ -62,7 +62,8 @@ class Step(NamedTuple):
 
 def load_steps(layout: RankLayout, places: Places) -> tuple[Step, ...]:
     """Steps of a load: a layer each where layers are large, of several layers where they are small."""
-    layers_per_step = min(layout.num_layers, -(-_MIN_STEP_BYTES // layout.layer_bytes))
+    mean_bytes = layout.block_bytes // layout.num_layers or 1
+    layers_per_step = min(layout.num_layers, -(-_MIN_STEP_BYTES // mean_bytes))
     firsts = range(0, layout.num_layers, layers_per_step)
     return tuple(_step(layout, places, first, min(first + layers_per_step, layout.num_layers)) for first in firsts)
 
@@ -76,6 +77,8 @@ def leading_strips(layout: RankLayout, places: Places, num_tokens: int | None) -
     """The strips of the first `num_tokens` tokens of each block, or of all, in every layer and part, without images."""
     strips = []
     for layer, in_layer in enumerate(places):
+        if layout.row_of(layer):
+            continue
         for part, place in zip(layout.parts_of(layer), in_layer, strict=True):
             stripe = part.num_bytes // part.num_stripes
             width = stripe if num_tokens is None else part.leading_bytes(num_tokens)
@@ -87,6 +90,8 @@ def leading_strips(layout: RankLayout, places: Places, num_tokens: int | None) -
 def _step(layout: RankLayout, places: Places, first: int, end: int) -> Step:
     pieces: list[Strip] = []
     for layer in range(first, end):
+        if layout.row_of(layer):  # it has no part of a block
+            continue
         for index, (part, place) in enumerate(zip(layout.parts_of(layer), places[layer], strict=True)):
             image_offset = layout.image_offset_bytes(layer, index)
             piece = Strip(place.segment, place.offset_bytes, place.stride_bytes, part.num_bytes, image_offset)

@@ -220,6 +220,7 @@ class RankLayout:
     device_order: Literal["layer_first", "block_first"] = "layer_first"
     rows: tuple[Row, ...] = ()
     layers: tuple[RankLayer, ...] = ()  # none: all are alike, and of the full row
+    num_units: tuple[int, ...] = ()  # of the GPU pools of the rows behind the full one
 
     @property
     def layer_bytes(self) -> int:
@@ -250,23 +251,28 @@ class RankLayout:
         assert 0 <= layer < self.num_layers
         return self.layers[layer].parts if self.layers else self.parts
 
-    def num_layer_blocks(self, layer: int, num_gpu_blocks: int, num_gpu_units: Sequence[int] = ()) -> int:
-        """Blocks or units that a layer's arrays hold beside a GPU pool of `num_gpu_blocks`, and pools of so many units
-        of the rows behind the full one."""
-        if self.layers and (row := self.layers[layer].row):
-            return num_gpu_units[row - 1]
+    def row_of(self, layer: int) -> int:
+        """The place of a layer's row in `rows`: 0 is the full one."""
+        return self.layers[layer].row if self.layers else 0
+
+    def num_layer_blocks(self, layer: int, num_gpu_blocks: int) -> int:
+        """Blocks or units that a layer's arrays hold beside a GPU pool of `num_gpu_blocks`."""
+        if row := self.row_of(layer):
+            return self.num_units[row - 1]
         is_extra = layer >= self.num_layers - self.num_extra_layers
         return int(num_gpu_blocks * self.extra_layer_block_ratio) if is_extra else num_gpu_blocks
 
-    def gpu_bytes(self, num_gpu_blocks: int, num_gpu_units: Sequence[int] = ()) -> int:
+    def gpu_bytes(self, num_gpu_blocks: int) -> int:
         """Bytes of the KV memory of a GPU pool, that of extra layers and of all rows included."""
         if self.layers:
-            numbers = (self.num_layer_blocks(i, num_gpu_blocks, num_gpu_units) for i in range(self.num_layers))
-            layers = zip(numbers, self.layers, strict=True)
-            return sum(number * part.num_bytes for number, layer in layers for part in layer.parts)
+            return sum(self._array_bytes(layer, num_gpu_blocks) for layer in range(self.num_layers))
         num_main = self.num_layers - self.num_extra_layers
         num_extra_blocks = self.num_layer_blocks(self.num_layers - 1, num_gpu_blocks)
         return self.layer_bytes * (num_main * num_gpu_blocks + self.num_extra_layers * num_extra_blocks)
+
+    def _array_bytes(self, layer: int, num_gpu_blocks: int) -> int:
+        """Bytes of all arrays of one layer."""
+        return self.num_layer_blocks(layer, num_gpu_blocks) * sum(part.num_bytes for part in self.parts_of(layer))
 
     def num_gpu_blocks_in(self, memory_bytes: int) -> int:
         """The largest GPU pool whose KV memory fits in so many bytes."""
@@ -283,8 +289,12 @@ class RankLayout:
         return memory_bytes // self.block_bytes
 
     def image_offset_bytes(self, layer: int, part: int) -> int:
-        """Where a part begins inside a block's image."""
-        return layer * self.layer_bytes + sum(p.num_bytes for p in self.parts_of(layer)[:part])
+        """Where a part of a layer of the full row begins inside a block's image."""
+        above = layer * self.layer_bytes
+        if self.layers:
+            full = (each for each in self.layers[:layer] if not each.row)
+            above = sum(p.num_bytes for each in full for p in each.parts)
+        return above + sum(p.num_bytes for p in self.parts_of(layer)[:part])
 
     def place(self, layer: int, part: int, num_gpu_blocks: int) -> Place:
         """Where a part's pieces are inside a rank's KV memory of `num_gpu_blocks` blocks."""
@@ -293,6 +303,8 @@ class RankLayout:
         num_blocks = self.num_layer_blocks(layer, num_gpu_blocks)
         num_main = min(layer, self.num_layers - self.num_extra_layers)
         above = self.layer_bytes * (num_main * num_gpu_blocks + (layer - num_main) * num_blocks)
+        if self.layers:
+            above = sum(self._array_bytes(each, num_gpu_blocks) for each in range(layer))
         in_layer = sum(p.num_bytes for p in self.parts_of(layer)[:part]) * num_blocks
         return Place(0, above + in_layer, self.parts_of(layer)[part].num_bytes, num_blocks)
 
@@ -326,7 +338,8 @@ class RankLayout:
 
     def check_places(self, places: Places, segment_bytes: Sequence[int], num_gpu_blocks: int) -> None:
         """Raise `LayoutError` unless every piece of a GPU pool of so many blocks lies inside its segment."""
-        if len(places) != self.num_layers or any(len(in_layer) != len(self.parts) for in_layer in places):
+        is_other = len(places) != self.num_layers
+        if is_other or any(len(each) != len(self.parts_of(layer)) for layer, each in enumerate(places)):
             raise LayoutError(
                 f"KV arrays of {len(places)} layers; the layout has {self.num_layers} of {len(self.parts)} parts each"
             )
@@ -337,7 +350,11 @@ class RankLayout:
                 if not inside or place.stride_bytes < part.num_bytes or end > segment_bytes[place.segment]:
                     raise LayoutError(f"layer {layer} {part.name}: {place} leaves its segment of {segment_bytes} bytes")
                 if place.num_blocks < self.num_layer_blocks(layer, num_gpu_blocks):
+                    needed, what = self.num_layer_blocks(layer, num_gpu_blocks), self._counted_as(layer)
                     raise LayoutError(
-                        f"layer {layer} {part.name} has {place.num_blocks} blocks; the GPU pool needs "
-                        f"{self.num_layer_blocks(layer, num_gpu_blocks)}"
+                        f"layer {layer} {part.name} has {place.num_blocks} {what}; the GPU pool needs {needed}"
                     )
+
+    def _counted_as(self, layer: int) -> str:
+        row = self.row_of(layer)
+        return f"units of the row {str(self.rows[row])!r}" if row else "blocks"

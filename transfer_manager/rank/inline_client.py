@@ -100,6 +100,8 @@ class InlineClient(TransferClient):
         return self._own_kv(rank).handle()
 
     def _own_kv(self, rank: int) -> KVMemory:
+        if not self._memory:
+            raise LayoutError("the cache is closed, or has no layout; it has no KV arrays")
         kv = self._memory[rank].kv
         if kv is None:
             raise LayoutError(f"the KV arrays of rank {rank} are its worker's own")
@@ -131,3 +133,4 @@ class InlineClient(TransferClient):
         self._devices, self._images, self._attached = {}, [], {}
         for memory in self._memory:
             memory.close()
+        self._memory = []  # their signal words have a descriptor of their own as long as somebody has them
