@@ -116,7 +116,10 @@ class OutOfBlocksError(CacheError):
         are short, where that is not the full one.
         """
         remedy = "release a request, then allocate again"
-        if num_all is not None:
+        if num_all is not None and row is not None:
+            remedy = "allocate fewer blocks at once, or commit what is computed, by which it gives units back; else "
+            remedy += f"make its pool of {num_all} larger (num_gpu_units), or end this request"
+        elif num_all is not None:
             remedy = f"the whole pool has {num_all}, so no wait can help: make it larger, or end this request"
         elif coming >= missing:
             remedy = f"wait for the copies in flight, which hold {coming} (`wait_seconds`), or {remedy}"

@@ -92,8 +92,7 @@ def settings_said(path: Path | None) -> list[InForce]:
     sources.merge(from_environment(os.environ), ())
     found = []
     for name, origin in sources.origins.items():
-        table, _, key = name.rpartition(".")
-        value = (sources.settings[table] if table else sources.settings).get(key)
+        value = sources.value(name)
         if not isinstance(value, dict):
             found.append(InForce(name, value, origin))
     return found

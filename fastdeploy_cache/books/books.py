@@ -22,7 +22,7 @@ from fastdeploy_cache.books.references import References, User
 from fastdeploy_cache.books.row_books import RowBooks
 from fastdeploy_cache.books.run import GPU, Pin, Run, Tier
 from fastdeploy_cache.books.taps import Loss
-from fastdeploy_cache.errors import ClosedError, LifeCycleError
+from fastdeploy_cache.errors import ClosedError, LifeCycleError, RequestError
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 from fastdeploy_cache.ipc.event_log import event_log
 
@@ -269,6 +269,15 @@ class Books:
         self.check_open()
         if GPU in self.asleep:
             raise LifeCycleError("the cache is asleep; wake it before its GPU blocks are used")
+
+    def check_uniform(self, verb: str) -> None:
+        """Raise `RequestError` where not all layers of the model keep everything: the verb knows the full row alone.
+        `ClosedError` once the manager is closed."""
+        self.check_open()
+        if self.rows is not None:
+            raise RequestError(
+                f"{verb} moves blocks of one row, and this model has several; its requests go through `cache.rows`"
+            )
 
     # -- whose KV it is
 

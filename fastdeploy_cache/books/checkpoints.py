@@ -107,11 +107,11 @@ class Checkpoints:
         assert tuple(map(len, units)) == self.sizes.counts(boundary), "units of another boundary"
         there = deepest_within(run, end)
         if there is None or there.end != end:
-            self.num_made += 1
-            checkpoint = Checkpoint(run, end, boundary, inserted=self.num_made, last_used=run.last_used)
+            checkpoint = Checkpoint(run, end, boundary, inserted=self.num_made + 1, last_used=run.last_used)
             checkpoint.num_pins = 1  # at once: ranked among those that may go, it would be taken out again
             self._take_units(checkpoint, units, giver)
             put_in(run, checkpoint)
+            self.num_made += 1
         elif there.units is not None:
             return there, False
         else:
@@ -165,10 +165,11 @@ class Checkpoints:
             came(checkpoint, tier)
         self._offer(checkpoint, tier)
 
-    def use(self, checkpoint: Checkpoint) -> None:
-        """A request that was served by it, or has made it, has ended: it was used as its run was just now."""
+    def use(self, checkpoint: Checkpoint, *, is_first: bool = True) -> None:
+        """A request that was served by it, or has made it, has ended: it was used as its run was just now. Not
+        `is_first`: that request has been counted."""
         run: Run = checkpoint.run
-        checkpoint.num_uses += 1
+        checkpoint.num_uses += is_first
         checkpoint.last_used, checkpoint.notes = run.last_used, run.notes.with_sample(None)
         if not checkpoint.num_pins:  # else it is ranked when it is let go
             self._offer_all(checkpoint)

@@ -22,7 +22,21 @@ class Trimmer:
         residency.taps.joined += (self._joined,)
 
     def trim(self, run: Run, at_most: int = A_TURN) -> None:
-        """Cut a run, if it is a leaf, back to where somebody can use it, and so on upwards where it goes whole."""
+        """Cut a run, if it is a leaf, back to where somebody can use it, and so on upwards where it goes whole. What
+        gets no memory waits."""
+        with contextlib.suppress(MemoryError):
+            self._cut(run, at_most)
+
+    def go_on(self) -> bool:
+        """Remove some of what waits; whether there was anything. Raises `MemoryError`, after which it waits on."""
+        if not self.waiting:
+            return False
+        run = next(reversed(self.waiting))
+        self._cut(run, A_TURN)
+        self.waiting.pop(run, None)
+        return True
+
+    def _cut(self, run: Run, at_most: int) -> None:
         residency = self._residency
         while run.parent is not None and not run.children and run.epoch == residency.epoch:
             checkpoint, end = run.checkpoint, run.num_held
@@ -31,22 +45,22 @@ class Trimmer:
             if end == run.num_blocks:
                 break
             if at_most <= 0:
-                with contextlib.suppress(MemoryError):  # it is evicted as any other leaf then
-                    self.waiting[run] = None
+                self._wait(run)
                 break
             at_most -= 1
             above = run.parent
-            residency.truncate(run, end, Loss.TRIMMED)
+            try:
+                residency.truncate(run, end, Loss.TRIMMED)
+            except MemoryError:
+                self._wait(run)
+                raise
             run = above
 
-    def go_on(self) -> bool:
-        """Remove some of what waits; whether there was anything."""
-        if not self.waiting:
-            return False
-        run, _ = self.waiting.popitem()
-        self.trim(run)
-        return True
+    def _wait(self, run: Run) -> None:
+        with contextlib.suppress(MemoryError):  # it is evicted as any other leaf then
+            self.waiting[run] = None
 
     def _joined(self, upper: Run, lower: Run) -> None:
         if lower in self.waiting:
-            self.waiting[upper] = self.waiting.pop(lower)
+            del self.waiting[lower]
+            self._wait(upper)

@@ -115,7 +115,7 @@ class CallerBlocks:
         Fewer where no more can be evicted. `allocate` evicts exactly what it needs.
         """
         with self._books:
-            self._books.check_open()
+            self._books.check_uniform("blocks.evict_runs")
             residency, pool = self._tree.residency, self._books.pools[GPU]
             evicted = pool.allocate(residency.graves.free(GPU, num_blocks), CALLER)  # a reset has forgotten these
             try:
@@ -138,6 +138,7 @@ class CallerBlocks:
             UnknownRequestError: not matched, or released already.
         """
         with self._books:
+            self._books.check_uniform("blocks.hand_over")
             active, ids = self._requests.active(request), as_ids(block_ids)
             self._books.pools[GPU].check(ids, CALLER)
             self._requests.matcher.settle(active)
@@ -215,7 +216,7 @@ class CallerBlocks:
         if num_blocks > num_asked:
             raise RequestError(f"insert of {num_blocks} blocks for {request.num_tokens} tokens; only full ones count")
         with self._books:
-            self._books.check_open()
+            self._books.check_uniform("blocks.insert")
             path, num_found = self._tree.find(request.namespace, keys, first_block)
             num_there, is_current = num_gpu(path, num_found), self._own.are_current(ids, generation)
             if num_there < first_block and is_current:
@@ -314,7 +315,7 @@ class CallerBlocks:
         hashes what nobody has asked for yet."""
         self.view.name_all()
         with self._books:
-            self._books.check_open()
+            self._books.check_uniform("blocks.drop")
             epoch, num_dropped = self._tree.epoch, 0
             runs = (run for run in self._tree.runs() if run.epoch == epoch and not run.children)
             named = (run for run in runs if self._tree.names.has_all(run))  # what came since has no name yet

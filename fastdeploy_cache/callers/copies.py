@@ -66,7 +66,7 @@ class BlockCopies:
         if num_tokens is not None and not 1 <= operator.index(num_tokens) <= self._config.block_size:
             raise RequestError(f"copy of {num_tokens} tokens of each block; a block has {self._config.block_size}")
         with self._books:
-            self._books.check_open()
+            self._books.check_uniform("blocks.copies.copy")
             source_tier = CPU if kind is TaskKind.SWAP_IN else GPU
             source, tier = self._books.pools[source_tier], CPU if kind is TaskKind.SWAP_OUT else GPU
             source.check(sources, CALLER)
@@ -90,6 +90,7 @@ class BlockCopies:
         """
         ids, first_block = as_ids(block_ids), as_first(first_block)
         with self._books:
+            self._books.check_uniform("blocks.copies.swap_in")
             self._books.pools[GPU].check(ids, CALLER)
             path, num_found = self._finder.find(request, first_block + len(ids))
             sources = _copies(path, first_block, num_found)
@@ -119,6 +120,7 @@ class BlockCopies:
         """
         ids, keys, first_block = as_ids(block_ids), self._finder.keys(request), as_first(first_block)
         with self._books:
+            self._books.check_uniform("blocks.copies.swap_out")
             self._books.pools[GPU].check(ids, CALLER)
             path, num_found = self._tree.find(request.namespace, keys, first_block + len(ids))
             num_new = first_block + len(ids) - num_found
@@ -156,6 +158,7 @@ class BlockCopies:
         they are given to nobody else until `end_load`, and what was computed on them counts if that returns True.
         """
         with self._books:
+            self._books.check_uniform("blocks.copies.load")
             path, num_found = self._finder.find(request, num_blocks)
             _, parts = coming_and_cold(path, num_found)
             if sum(n for _, _, n in parts) and not self._start_load(path, num_found, parts):

@@ -162,7 +162,8 @@ class CacheConfig:
         if layout is not None:
             check_row_pools(self, layout, (gpu, cpu))
         if gpu < 1:
-            given = f"gpu_memory_bytes {self.gpu_memory_bytes} holds {gpu} blocks of {self.block_bytes()} bytes"
+            beside = " beside the units of the other rows" if layout is not None and layout.rows[1:] else ""
+            given = f"gpu_memory_bytes {self.gpu_memory_bytes} holds {gpu} blocks of {self.block_bytes()} bytes{beside}"
             raise ConfigError(f"{given}; the GPU pool needs at least 1 block")
         if max(gpu, cpu) >= 2**31:
             raise ConfigError(f"pools of {gpu} and {cpu} blocks; block ids are 32 bits wide, use fewer than 2**31")

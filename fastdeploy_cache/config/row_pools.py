@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Protocol
 
 from fastdeploy_cache.errors import ConfigError, counted
+from fastdeploy_cache.transfer_manager.kv.groups import rows_of
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
 
+MOST_UNITS = 2**31
 TOKENS_PER_CHECKPOINT = 4096  # of the full row's pool: for so many, each other pool has room for a checkpoint
 
 
@@ -71,12 +73,8 @@ def check_row_values(config: RowSettings) -> None:
         )
     if config.checkpoints_per_path < 0:
         raise ConfigError(f"checkpoints_per_path is {config.checkpoints_per_path}; use 0 or more")
-    for units in config.num_gpu_units:
-        if type(units) is not int:
-            raise ConfigError(f"num_gpu_units is {list(config.num_gpu_units)}; give whole numbers")
     has_groups = config.layout is not None and bool(config.layout.groups)
-    if config.num_gpu_units and not has_groups:
-        raise ConfigError(f"num_gpu_units is {list(config.num_gpu_units)} without layout.groups; leave it out")
+    _check_units(config)
     for name, value in (("storage", config.storage), ("peer", config.peer)):
         if has_groups and value is not None:
             raise ConfigError(
@@ -85,15 +83,33 @@ def check_row_values(config: RowSettings) -> None:
             )
 
 
-def check_row_pools(config: RowSettings, layout: RankLayout, pool_sizes: tuple[int, int]) -> None:
-    """Raise `ConfigError` for pools that are too small for one request or one checkpoint, with the numbers."""
-    rows, given = layout.rows[1:], list(config.num_gpu_units)
+def _check_units(config: RowSettings) -> None:
+    if not isinstance(config.num_gpu_units, tuple | list):
+        raise ConfigError(f"num_gpu_units is {config.num_gpu_units!r}; give a list of whole numbers, one for each row")
+    given, layout = list(config.num_gpu_units), config.layout
+    for units in given:
+        if type(units) is not int or not 0 <= units < MOST_UNITS:
+            raise ConfigError(f"num_gpu_units is {given}; give whole numbers, each below {MOST_UNITS}")
+    if given and (layout is None or not layout.groups):
+        raise ConfigError(f"num_gpu_units is {given} without layout.groups; leave it out")
+    rows = rows_of(layout.groups, config.block_size)[1:] if layout is not None and layout.groups else ()
     if given and len(given) != len(rows):
         names = ", ".join(map(str, rows))
         raise ConfigError(
             f"num_gpu_units is {given}, and layout.groups makes {counted(len(rows), 'row')} behind the full one: "
             f"{names}; give a number for each, in this order, or leave it out"
         )
+
+
+def check_row_pools(config: RowSettings, layout: RankLayout, pool_sizes: tuple[int, int]) -> None:
+    """Raise `ConfigError` for pools that are too small for one request or one checkpoint, with the numbers."""
+    rows, given = layout.rows[1:], list(config.num_gpu_units)
+    for row, units in zip(rows, layout.num_units, strict=True):
+        if units >= MOST_UNITS:
+            raise ConfigError(
+                f"the row {str(row)!r} needs {units} units for max_running {config.max_running}; ids are 32 bits wide: "
+                "use a smaller max_running, or give num_gpu_units"
+            )
     for index, (row, units) in enumerate(zip(rows, given, strict=False)):
         if units < row.num_request_units:
             raise ConfigError(

@@ -58,7 +58,7 @@ class Sources:
         """
         text, path = str(error), ""
         if (found := _AT.fullmatch(text)) is not None:
-            text, path = _plain(found["text"], found["path"], self._value(found["path"]), kinds)
+            text, path = _plain(found["text"], found["path"], self.value(found["path"]), kinds)
         unknown = re.match(r"unknown key '([^']*)'", text)
         named = unknown[1] if unknown is not None else text.partition(" ")[0]
         origin = self._origin(named) or self._origin(path)
@@ -78,7 +78,8 @@ class Sources:
             name = name.rpartition("[" if name.endswith("]") else ".")[0]
         return self.origins.get(name, "")
 
-    def _value(self, path: str) -> Any:
+    def value(self, path: str) -> Any:
+        """What was said at a place such as `layout.groups[1].kind`; None where nothing was."""
         value: Any = self.settings
         for part in _ENTRY.sub(r".\1", path.replace("[...]", "")).split(".") if path else []:
             if isinstance(value, Mapping):

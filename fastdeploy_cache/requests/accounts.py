@@ -190,7 +190,11 @@ class Accounts:
         if end - num_cut > first:
             parts.append((cause, end - num_cut - first, None, 0.0, detail))
             first = end - num_cut
-        parts.append((Cause.PARTIAL, end - first, None, 0.0, "it lies in an image"))
+        if active.rows is None:
+            parts.append((Cause.PARTIAL, end - first, None, 0.0, "it lies in an image"))
+        else:
+            at_last = f"the last checkpoint lies behind {active.trail.num_whole_blocks} blocks"
+            parts.append((Cause.UNANCHORED, end - first, None, 0.0, at_last))
         return [part for part in parts if part[1] > 0]
 
     # -- looking back

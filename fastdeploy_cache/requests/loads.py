@@ -31,7 +31,8 @@ class MatchLoads:
         """The match as it stands, and where `is_final` as it stays. Under the lock, but of a settled match."""
         active, matcher, size = self._active, self._requests.matcher, self._requests.books.tree.block_size
         ids, num_coming = matcher.show(active, is_final=is_final)
-        if matcher.is_lost(active):  # nothing of it is there any more
+        is_lost = matcher.is_lost(active)
+        if is_lost:  # nothing of it is there any more
             ids, num_coming = ids[:0], 0
         num_copied = active.num_copied_tokens if ids else 0
         num_copying = size - 1 if active.copy is not None else 0
@@ -39,7 +40,7 @@ class MatchLoads:
         num_gpu = min(active.num_gpu_blocks, num_blocks)
         num_storage = active.num_storage_blocks(num_gpu, num_blocks) if active.prefetch is not None else 0
         coming, transfers = matcher.coming(active) if num_coming else ((), ())
-        tables, wanted = self._row_tables() if active.rows is not None else ((), ())
+        tables, wanted = self._row_tables(is_lost=is_lost) if active.rows is not None else ((), ())
         match = Match(
             block_ids=ids.tolist(),
             num_tokens=num_blocks * size + num_copied,
@@ -58,12 +59,12 @@ class MatchLoads:
             active.trail.match_seconds = self._requests.books.clock.now() - active.trail.matched_at
         return match
 
-    def _row_tables(self) -> tuple[tuple[RowTable, ...], tuple[int, ...]]:
+    def _row_tables(self, *, is_lost: bool) -> tuple[tuple[RowTable, ...], tuple[int, ...]]:
         """What a match of a hybrid model has beside that of others."""
         anchors, rows, size = self._requests.anchors, self._active.rows, self._requests.books.tree.block_size
         if anchors is None or rows is None:
             return (), ()
-        return anchors.tables(self._active), tuple([boundary * size for boundary in rows.wanted])
+        return anchors.tables(self._active, is_lost=is_lost), tuple([boundary * size for boundary in rows.wanted])
 
     def explain(self) -> Explanation:
         with self._requests.books:

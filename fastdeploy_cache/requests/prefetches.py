@@ -63,6 +63,7 @@ class Prefetches:
         """What is cached of a request's first blocks, counted as a touch: what is queued is not the coldest."""
         tree, size = self._books.tree, self._config.block_size
         path, num_found = tree.find(request.namespace, keys, num_blocks)
+        deepest = None
         if self._books.rows is not None:
             deepest, _ = usable_checkpoints(path, num_found, request, size)
             num_found = deepest.boundary if deepest is not None else 0
@@ -70,6 +71,8 @@ class Prefetches:
         num_gpu = len(gpu_ids(path, num_found))
         if path:
             tree.policy.touch(path)
+            if self._books.rows is not None and deepest is not None:
+                self._books.rows.checkpoints.use(deepest, is_first=False)
         return Prefetch(
             num_gpu_tokens=num_gpu * size,
             num_cpu_tokens=(num_found - num_gpu) * size,

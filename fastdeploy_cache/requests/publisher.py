@@ -59,7 +59,10 @@ class Publisher:
                 active.num_computed_tokens, active.trail.stepped_at = num_before, stepped_at
                 raise
         if self._anchors is not None:
-            self._anchors.committed(active)
+            try:
+                self._anchors.committed(active)
+            except MemoryError:  # it is published; what was to be free is so at the next commit, or at the release
+                self._books.mishaps.note("checkpoint")
         if stepped_at and num_computed_tokens - num_before >= MIN_SAMPLE_TOKENS:
             num_before = max(num_before, active.num_matched_blocks * self._size + active.num_copied_tokens)
             self._speeds.note_prefill(num_computed_tokens - num_before, now - stepped_at)
@@ -133,9 +136,10 @@ class Publisher:
                 return
             is_current = active.generation >= self._tree.generations.last_reset
             if is_current and active.is_admitted and not active.is_detached:
+                is_first = not active.request.used
                 self._note_use(active, pin)
                 if self._anchors is not None:
-                    self._anchors.use(active)
+                    self._anchors.use(active, is_first=is_first)
         except MemoryError:  # it is not counted, and the request goes all the same
             self._books.mishaps.note("policy")
         finally:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import operator
+import reprlib
 from collections.abc import Iterable, Sequence
 
-from fastdeploy_cache.books.block_pool import REQUEST
+from fastdeploy_cache.books.block_hash import TOKEN_BYTES
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.tokens import TokenIds
 from fastdeploy_cache.errors import CacheError, RequestError
 from fastdeploy_cache.request import Request, whole_number
-from fastdeploy_cache.requests.active_request import SETTLED, ActiveRequest
+from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.requests.anchors import Anchors
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.requests.steps import Steps
-from fastdeploy_cache.requests.tables import RowBlocks, Snapshot
+from fastdeploy_cache.requests.tables import RowBlocks, RowTable
 
 
 class RowAllocation:
@@ -40,9 +42,19 @@ class RowAllocation:
         self._requests.anchors.take_back(active, taken.tables)
         self._requests.take_back(active, num_blocks)
 
-    def none(self) -> RowBlocks:
+    def none(self, active: ActiveRequest) -> RowBlocks:
         """See there."""
-        return RowBlocks([], ())
+        assert active.rows is not None
+        return RowBlocks([], tuple([RowTable(len(active.block_ids), []) for _ in active.rows.firsts]))
+
+
+def _as_slots(slots: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple([operator.index(slot) for slot in slots])
+    except TypeError as error:
+        raise RequestError(
+            f"a snapshot in slots {reprlib.repr(slots)}; give whole numbers, one of each row of states"
+        ) from error
 
 
 class RowVerbs:
@@ -97,37 +109,22 @@ class RowVerbs:
             RequestError: tokens that do not end a block, or that are not computed; slots that are not the request's
                 own; a second snapshot of the same tokens; or a model without states. Nothing was changed.
         """
-        number = whole_number(num_tokens, "num_tokens")
+        number, given = whole_number(num_tokens, "num_tokens"), _as_slots(slots)
         with self._books:
             self._books.check_awake()
             active = self._requests.active(request)
             anchors = self._anchors()
-            self._check(active, anchors, number, slots)
-            is_current = active.generation >= self._books.tree.generations.last_reset
-            if not is_current or active.is_detached or active.phase is not SETTLED:
+            self._check(active, anchors, number, given)
+            if not anchors.snapshots.is_cached(active, number):
                 return None
-            return self._take(active, anchors, number, slots)
+            first = active.num_committed_blocks * self._size
+            tail = active.keys.part(first * TOKEN_BYTES, number * TOKEN_BYTES) if number > first else b""
+            fresh = anchors.snapshots.replace_slots(active, number // self._size, tail)
+            if fresh is not None and active.num_computed_tokens >= number:
+                anchors.committed(active)
+            return fresh
 
-    def _take(
-        self, active: ActiveRequest, anchors: Anchors, num_tokens: int, slots: Sequence[int]
-    ) -> tuple[int, ...] | None:
-        rows, pools = active.rows, self._books.rows
-        assert rows is not None and pools is not None
-        if any(pools.checkpoints.pools[number].num_available < 1 for number in anchors.state_rows):
-            return None
-        anchors.drop_pending(active)  # it was of a draft, or of what no commit has come to yet
-        fresh = [pools.take(number, 1, REQUEST) for number in anchors.state_rows]
-        first = active.num_committed_blocks * self._size * 4
-        tail = active.keys.part(first, num_tokens * 4) if num_tokens * 4 > first else b""
-        for number, units in zip(anchors.state_rows, fresh, strict=True):
-            rows.own[number].update(units)
-            rows.tables[number], rows.firsts[number] = units, num_tokens // self._size
-        rows.pending = Snapshot(num_tokens // self._size, tuple(slots), tail)
-        if active.num_computed_tokens >= num_tokens:
-            anchors.committed(active)
-        return tuple(units[0] for units in fresh)
-
-    def _check(self, active: ActiveRequest, anchors: Anchors, num_tokens: int, slots: Sequence[int]) -> None:
+    def _check(self, active: ActiveRequest, anchors: Anchors, num_tokens: int, slots: tuple[int, ...]) -> None:
         name, rows = f"snapshot of request {active.request.request_id!r}", active.rows
         assert rows is not None
         if not anchors.state_rows:
@@ -135,19 +132,21 @@ class RowVerbs:
         if num_tokens <= 0 or num_tokens % self._size:
             raise RequestError(f"{name} at {num_tokens} tokens; take it where a block of {self._size} tokens ends")
         num_held = min(active.request.num_tokens, len(active.block_ids) * self._size)
-        if not active.num_computed_tokens <= num_tokens <= num_held:
+        least = max(active.num_computed_tokens, active.num_committed_blocks * self._size)
+        if not least <= num_tokens <= num_held:
             raise RequestError(
-                f"{name} at {num_tokens} tokens; {active.num_computed_tokens} are committed, and its blocks hold "
-                f"{num_held}: take it between these"
+                f"{name} at {num_tokens} tokens; {least} are committed or cached, and its blocks hold {num_held}: take "
+                "it between these"
             )
         live = [rows.tables[number][0] for number in anchors.state_rows if rows.tables[number]]
         is_own = all(slot in rows.own[number] for slot, number in zip(live, anchors.state_rows, strict=False))
-        if not (is_own and len(slots) == len(live) == len(anchors.state_rows) and list(slots) == live):
+        if not (is_own and len(live) == len(anchors.state_rows) and list(slots) == live):
             raise RequestError(
                 f"{name} in slots {list(slots)}; its states are in {live}: give the slots that it writes, one of each "
                 "row of states"
             )
-        if any(each is not None and each.boundary == num_tokens // self._size for each in (rows.pending, rows.newest)):
+        there = [each for each in (rows.pending, rows.newest) if each and each.boundary == num_tokens // self._size]
+        if any(anchors.snapshots.is_still(active, each) for each in there):
             raise RequestError(f"{name} at {num_tokens} tokens, of which there is one; take one at each boundary")
 
     def _anchors(self) -> Anchors:

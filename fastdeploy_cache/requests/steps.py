@@ -39,7 +39,7 @@ class Allocation(Protocol[T]):
         """The reverse, for what was given last."""
         ...
 
-    def none(self) -> T:
+    def none(self, active: ActiveRequest) -> T:
         """No blocks."""
         ...
 
@@ -63,7 +63,7 @@ class FullAllocation:
         """See `Allocation`."""
         self._requests.take_back(active, num_blocks)
 
-    def none(self) -> list[int]:
+    def none(self, active: ActiveRequest) -> list[int]:  # noqa: ARG002
         """See `Allocation`."""
         return []
 
@@ -138,7 +138,7 @@ class Steps(Generic[T]):
             requests.commit(active, num_computed_tokens, now)
             if num_new and active.num_committed_blocks == num_committed:
                 requests.tell_allocated(active, num_new)
-            return self._allocation.none() if new is None else new
+            return self._allocation.none(active) if new is None else new
         except BaseException:  # no memory: the request is as it was
             request.cut_output(num_before)
             if new is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -48,10 +49,12 @@ class RequestRows(msgspec.Struct, eq=False):
     tables: list[array[int]]  # by row
     own: list[set[int]]  # by row: units that are the request's
     anchors: list[Checkpoint]  # that it keeps, once for each
+    used: list[Checkpoint]  # at which it began, and that it has made
+    matched: Sequence[array[int]] = ()  # by row: what the match has found
+    matched_firsts: tuple[int, ...] = ()
     wanted: tuple[int, ...] = ()  # boundaries at which a checkpoint of its prompt pays
     num_slid: int = 0  # blocks in front of which nothing is read any more
     num_checked: int = 0  # boundaries up to here have been published, or passed
     pending: Snapshot | None = None  # that no commit has reached
     newest: Snapshot | None = None  # of its output: published when it is released
     passed: Snapshot | None = None  # that became no checkpoint, and whose states are read once more
-    used: tuple[Checkpoint, ...] = ()  # at which it began, and that it has made

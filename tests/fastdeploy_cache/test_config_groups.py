@@ -33,10 +33,10 @@ def written(tmp_path: Path, old: str = "", new: str = "") -> CacheConfig:
 
 def test_units_by_default() -> None:
     """What the running requests need, and a checkpoint for each 4,096 tokens of the pool: windows of 10 tokens are 3
-    blocks and the one that is computed, states are two, chunks of 12 are 2 blocks and one."""
-    assert config().unit_counts() == (3 * 4 + 3, 3 * 2 + 1, 3 * 3 + 2)
-    assert config(num_gpu_blocks=2048).unit_counts() == (3 * 4 + 2 * 3, 3 * 2 + 2, 3 * 3 + 2 * 2)
-    assert config(num_gpu_units=(4, 2, 3)).unit_counts() == (4, 2, 3)
+    blocks, the one that is computed and the next one, states are two, chunks of 12 are 2 blocks and two."""
+    assert config().unit_counts() == (3 * 5 + 3, 3 * 2 + 1, 3 * 4 + 2)
+    assert config(num_gpu_blocks=2048).unit_counts() == (3 * 5 + 2 * 3, 3 * 2 + 2, 3 * 4 + 2 * 2)
+    assert config(num_gpu_units=(5, 2, 4)).unit_counts() == (5, 2, 4)
     assert config(layout=UNIFORM).unit_counts() == ()
 
 
@@ -48,18 +48,24 @@ def test_a_pool_in_bytes_holds_all_rows() -> None:
     num_bytes = layout.gpu_bytes(300)
     for given, blocks in ((num_bytes, 300), (num_bytes - 1, 299), (num_bytes + 1, 300)):
         assert config(num_gpu_blocks=None, gpu_memory_bytes=given).pool_sizes()[0] == blocks
-    with pytest.raises(ConfigError, match="the GPU pool needs at least 1 block"):
+    with pytest.raises(ConfigError, match=r"bytes beside the units of the other rows; the GPU pool needs"):
         config(num_gpu_blocks=None, gpu_memory_bytes=layout.block_bytes)
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"num_gpu_units": (3, 2, 3)}, "num_gpu_units[0] is 3, and one request needs 4 units of the row 'window 10'"),
-        ({"num_gpu_units": (4, 1, 3)}, "num_gpu_units[1] is 1, and one request needs 2 units of the row 'state'"),
+        ({"num_gpu_units": (4, 2, 4)}, "num_gpu_units[0] is 4, and one request needs 5 units of the row 'window 10'"),
+        ({"num_gpu_units": (5, 1, 4)}, "num_gpu_units[1] is 1, and one request needs 2 units of the row 'state'"),
         ({"num_gpu_units": (4, 2)},
          "num_gpu_units is [4, 2], and layout.groups makes 3 rows behind the full one: window 10, state, chunk 12"),
         ({"num_gpu_units": (4, 2, 2.5)}, "num_gpu_units is [4, 2, 2.5]; give whole numbers"),
+        ({"num_gpu_units": (5, 2, 2**31)}, "num_gpu_units is [5, 2, 2147483648]; give whole numbers, each below 2147"),
+        ({"num_gpu_units": 8}, "num_gpu_units is 8; give a list of whole numbers"),
+        ({"num_gpu_blocks": None, "gpu_memory_bytes": 2**20, "num_gpu_units": (5, 2)},
+         "num_gpu_units is [5, 2], and layout.groups makes 3 rows behind the full one"),
+        ({"max_running": 2**40},
+         "the row 'window 10' needs 5497558138883 units for max_running 1099511627776; ids are 32 bits wide"),
         ({"num_gpu_units": (4,), "layout": UNIFORM}, "num_gpu_units is [4] without layout.groups; leave it out"),
         ({"max_running": 0}, "max_running is 0; it must be at least 1"),
         ({"checkpoint_every_tokens": -4}, "checkpoint_every_tokens is -4; use a multiple of block_size 4, or 0"),

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 
-from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request, TransferConfig
+from fastdeploy_cache import PrefixCacheManager, Request, TransferConfig
 from fastdeploy_cache.books.checkpoints import all_checkpoints
 from fastdeploy_cache.errors import ConfigError, LayoutError, OutOfBlocksError, RequestError, UnknownRequestError
 from fastdeploy_cache.requests.tables import RowTable
-from fastdeploy_cache.transfer_manager.kv.groups import KVGroup, StatePart
-from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
-
-FULL = KVGroup(kind="full", layers=(0,))
-STATE = KVGroup(kind="state", layers=(1,), parts=(StatePart(name="s", shape=(4,)),))
-WINDOW = KVGroup(kind="window", reach_tokens=6, layers=(2,))
-BOTH = KVLayout(num_layers=3, num_kv_heads=1, head_dim=4, groups=(FULL, STATE, WINDOW))
-BEHIND = KVGroup(kind="window", reach_tokens=6, layers=(1,))
-ONLY_WINDOW = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, groups=(FULL, BEHIND))
-UNIFORM = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4)
-TEXT = list(range(18))  # four blocks of four tokens, and two tokens
-
-
-def manager(layout: KVLayout = BOTH, **fields: Any) -> PrefixCacheManager:
-    base = {"block_size": 4, "num_gpu_blocks": 16, "transfer_client": "inline", "max_running": 3}
-    return PrefixCacheManager(CacheConfig(**{**base, "layout": layout, **fields}))
+from tests.rigs.hybrid_requests import (
+    ONLY_WINDOW,
+    TEXT,
+    UNIFORM,
+    ask,
+    computed,
+    manager,
+    picture,
+)
 
 
 @pytest.fixture
@@ -36,31 +28,6 @@ def cache() -> Iterator[PrefixCacheManager]:
     with manager() as made:
         yield made
         made.check_invariants()
-
-
-def ask(cache: PrefixCacheManager, name: str, tokens: list[int] | None = None) -> Request:
-    request = Request(request_id=name, prompt_token_ids=TEXT if tokens is None else tokens)
-    cache.match(request)
-    return request
-
-
-def computed(cache: PrefixCacheManager, name: str, tokens: list[int] | None = None) -> Request:
-    """A prompt that is computed whole, with a snapshot at its last block; not released."""
-    request = ask(cache, name, tokens)
-    new = cache.rows.allocate(request, -(-request.num_tokens // 4))
-    end = (request.num_tokens - 1) // 4 * 4
-    cache.rows.snapshot(request, end, new.tables[0].block_ids)
-    cache.commit(request, end)
-    cache.commit(request, request.num_tokens)
-    return request
-
-
-def picture(cache: PrefixCacheManager) -> tuple[Any, ...]:
-    """All that a refused verb might have changed."""
-    books = cache._books
-    assert books.rows is not None
-    pools = [*books.pools, *(pool.pool for pool in books.rows.checkpoints.pools)]
-    return tuple((pool.name, tuple(pool.count(owner) for owner in range(6))) for pool in pools)  # type: ignore[arg-type]
 
 
 def test_a_second_request_goes_on_at_the_checkpoint(cache: PrefixCacheManager) -> None:
@@ -165,8 +132,8 @@ def test_a_snapshot_of_a_rejected_draft_is_none(cache: PrefixCacheManager) -> No
         (17, "own", "at 17 tokens; take it where a block of 4 tokens ends"),
         (0, "own", "at 0 tokens; take it where a block of 4 tokens ends"),
         (-4, "own", "at -4 tokens; take it where"),
-        (12, "own", "at 12 tokens; 18 are committed, and its blocks hold 20: take it between these"),
-        (24, "own", "at 24 tokens; 18 are committed, and its blocks hold 20"),
+        (12, "own", "at 12 tokens; 18 are committed or cached, and its blocks hold 20: take it between these"),
+        (24, "own", "at 24 tokens; 18 are committed or cached, and its blocks hold 20"),
         (20, "other", "give the slots that it writes, one of each row of states"),
         (20, "none", "give the slots that it writes, one of each row of states"),
         (20, "twice", "give the slots that it writes, one of each row of states"),
@@ -225,14 +192,14 @@ def test_after_a_reset_there_is_no_checkpoint(cache: PrefixCacheManager) -> None
 
 def test_a_row_that_is_short_is_named() -> None:
     """All rows or none: the error says which one lacks how many, and nothing is taken of any."""
-    with manager(num_gpu_units=(2, 3), num_gpu_blocks=16) as cache:
+    with manager(num_gpu_units=(2, 4), num_gpu_blocks=16) as cache:
         request = ask(cache, "a")
         before = picture(cache)
-        words = "2 units of the row 'window 6' are missing; the whole pool has 3"
+        words = "1 unit of the row 'window 6' is missing; allocate fewer blocks at once, or commit what is computed"
         with pytest.raises(OutOfBlocksError, match=words) as error:
             cache.rows.allocate(request, 5)
-        assert (error.value.row, error.value.missing) == ("window 6", 2) and picture(cache) == before
-        cache.rows.allocate(request, 3)
+        assert (error.value.row, error.value.missing) == ("window 6", 1) and picture(cache) == before
+        cache.rows.allocate(request, 4)
         others = [ask(cache, "b", [1, 2]), ask(cache, "c", [3, 4])]
         with pytest.raises(OutOfBlocksError) as error:
             cache.rows.allocate(others[0], 1)
@@ -273,7 +240,7 @@ def test_a_step_gives_blocks_of_all_rows(cache: PrefixCacheManager) -> None:
     request = computed(cache, "a")
     (none,) = cache.rows.step([(request, [5], 18)])
     (new,) = cache.rows.step([(request, [6, 7], 19)])
-    assert (none.block_ids, none.tables) == ([], ())  # type: ignore[union-attr]
+    assert none == ([], (RowTable(5, []), RowTable(5, [])))
     assert len(new.block_ids) == 1 and [len(t.block_ids) for t in new.tables] == [0, 1]  # type: ignore[union-attr]
     (refused,) = cache.rows.step([(request, [], 3)])
     assert isinstance(refused, Exception)

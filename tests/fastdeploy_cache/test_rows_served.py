@@ -33,10 +33,11 @@ def test_a_pool_so_small_that_snapshots_fail() -> None:
 
 
 _ANCHORS = "requests.anchors"
+_SNAPSHOTS = "requests.snapshots"
 PLANTED = [
     Planted(
         "a live state is given away",
-        (Rewrite("requests.row_verbs", "RowVerbs._take", "return tuple(units[0] for units in fresh)", "return slots"),),
+        (Rewrite(_SNAPSHOTS, "Snapshots.replace_slots", "return slots", "return old"),),
     ),
     Planted(
         "a window slides a block early",
@@ -48,7 +49,7 @@ PLANTED = [
     ),
     Planted(
         "states that are read once more are freed",
-        (Rewrite(_ANCHORS, "Anchors._take_snapshot_in", "rows.passed = pending", "self._free_slots(rows, pending)"),),
+        (Rewrite(_SNAPSHOTS, "Snapshots._let_pass", "rows.passed = snapshot", "self._free_slots(rows, snapshot)"),),
     ),
     Planted(
         "a window is a block short",

@@ -19,10 +19,10 @@ from tests.rigs.hybrid_models import GEMMA_3, GPT_OSS, NEMOTRON_H, QWEN3_NEXT, T
 @pytest.mark.parametrize(
     ("layout", "row", "worth", "checkpoint", "empty"),
     [
-        (GPT_OSS, "row window 128: 12 layers; 704 units of 1572864 bytes a rank, 1.03 GiB",
+        (GPT_OSS, "row window 128: 12 layers; 768 units of 1572864 bytes a rank, 1.12 GiB",
          "2 units, as full KV of 128 tokens",
          "at most 3145728 bytes a rank (3.0 MiB), as full KV of 128 tokens; 2 pages", "0.0%"),
-        (GEMMA_3, "row window 1024: 52 layers; 5184 units of 27262976 bytes a rank, 131.62 GiB",
+        (GEMMA_3, "row window 1024: 52 layers; 5248 units of 27262976 bytes a rank, 133.25 GiB",
          "16 units, as full KV of 5325 tokens",
          "at most 436207616 bytes a rank (416.0 MiB), as full KV of 5325 tokens; 84 pages", "1.0%"),
         (QWEN3_NEXT, "row state: 36 layers; 384 units of 39518208 bytes a rank, 14.13 GiB",
@@ -61,7 +61,7 @@ def test_show_has_a_line_for_each_group(tmp_path: Path) -> None:
     parts = found["layout.groups[2]"]["value"]["parts"]
     assert [part["name"] for part in parts] == ["conv", "ssm"]
     assert found["layout.groups[2]"]["origin"] == f"{file}, line 17"
-    assert found["num_gpu_units"] == {"value": [11, 5], "origin": "follows from max_running"}
+    assert found["num_gpu_units"] == {"value": [13, 5], "origin": "follows from max_running"}
 
 
 def test_a_uniform_model_has_no_rows() -> None:

@@ -80,14 +80,14 @@ PLANTED = (
         "a shared unit stays with the last",
         ("books.unit_pool", "UnitPool.let_go", "if not num_left:", "if num_left == 1:"),
     ),
-    _plant("dead KV above a leaf that has gone stays", ("books.trimming", "Trimmer.trim", "run = above", "break")),
+    _plant("dead KV above a leaf that has gone stays", ("books.trimming", "Trimmer._cut", "run = above", "break")),
     _plant(
         "what waits to be trimmed is forgotten when it is joined",
         ("books.trimming", "Trimmer._joined", "if lower in self.waiting:", "if False:"),
     ),
     _plant(
         "dead KV behind a checkpoint stays",
-        ("books.trimming", "Trimmer.trim", "end = checkpoint.end", "end = run.num_blocks"),
+        ("books.trimming", "Trimmer._cut", "end = checkpoint.end", "end = run.num_blocks"),
     ),
     _plant(
         "a tail goes without its checkpoints",

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
@@ -29,7 +28,7 @@ from fastdeploy_cache.transfer_manager.storage.client import StorageClient
 from tests.rigs.caller_walk import STEPS, new_caller, take_step
 from tests.rigs.simulated_client import SimulatedClient
 from tests.rigs.simulated_storage import SimulatedStorage
-from tests.rigs.sites import OutOfMemoryError, OutsideError, Site, Tracer, methods
+from tests.rigs.sites import OutOfMemoryError, OutsideError, Site, Tracer, methods, traced
 from tests.rigs.storage_walk import Walk
 
 OPERATIONS = (
@@ -58,16 +57,6 @@ SETTINGS = {
 def tick() -> float:
     """A clock that can fail; it stands still, so that each story is the same."""
     return 0.0
-
-
-def traced(tracer: Tracer, method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, followed by the tracer."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with tracer.follow():
-            return method(*args, **kwargs)
-
-    return run
 
 
 @pytest.fixture

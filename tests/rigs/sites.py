@@ -8,7 +8,7 @@ import inspect
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -151,3 +151,13 @@ class Tracer(logging.Handler):
                 self._codes.setdefault(site, set()).add(id(frame.f_code))
                 self._hit(site)
         return self._in_line
+
+
+def traced(tracer: Tracer, method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, followed by the tracer."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with tracer.follow():
+            return method(*args, **kwargs)
+
+    return run

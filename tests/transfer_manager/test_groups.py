@@ -50,7 +50,7 @@ def test_rows_are_kinds_with_a_reach() -> None:
         STATE,
     ]
     assert list(map(str, rows_of(groups, 4))) == ["full", "window 8", "window 16", "state"]
-    assert [row.num_request_units for row in rows_of(groups, 4)[1:]] == [3, 5, 2]
+    assert [row.num_request_units for row in rows_of(groups, 4)[1:]] == [4, 6, 2]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_without_groups_all_is_as_before() -> None:
          "layout.groups[1].layers has 2; the layers are 0 to 1"),
         ([FULL, KVGroup(kind="window", reach_tokens=8, layers=(1.0,))],  # type: ignore[arg-type]
          "layout.groups[1].layers has 1.0; the layers are 0 to 1"),
-        ([KVGroup(kind="full", layers=())], "layout.groups[0].layers is empty"),
+        ([KVGroup(kind="full", layers=())], "layout.groups[0].layers is (); give the numbers"),
         ([dataclasses.replace(STATE, layers=(0, 1))],
          "layout.groups has kinds state, and none is 'full'; declare a model of windows alone as full"),
         ([FULL, KVGroup(kind="window", layers=(1,))], "layout.groups[1].reach_tokens is 0; give the window's tokens"),

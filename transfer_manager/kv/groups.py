@@ -122,9 +122,9 @@ class Row:
 
     @property
     def num_request_units(self) -> int:
-        """Units that a running request needs: the window and the block that is computed, or two states, of which one
-        may become a snapshot while the other goes on."""
-        return 2 if self.kind == "state" else self.num_checkpoint_units + 1
+        """Units that a running request needs: what it reads, the block that is computed, and the next one, which
+        it gets before it has committed that; or two states, of which one may be a snapshot while the other goes on."""
+        return 2 if self.kind == "state" else self.num_checkpoint_units + 2
 
 
 def rows_of(groups: Sequence[KVGroup], block_size: int) -> tuple[Row, ...]:
@@ -138,12 +138,14 @@ def check_groups(groups: Sequence[KVGroup], num_layers: int) -> None:
     owner: dict[int, int] = {}
     for index, group in enumerate(groups):
         where = f"layout.groups[{index}]"
+        if not isinstance(group, KVGroup):
+            raise LayoutError(f"{where} is {group!r:.80}; give a KVGroup")
         check_integers(group, LayoutError, prefix=f"{where}.")
         if group.kind not in GROUP_KINDS:
             raise LayoutError(f"{where}.kind is {group.kind!r}; use one of {', '.join(GROUP_KINDS)}")
         _check_reach(group, where)
-        if not group.layers:
-            raise LayoutError(f"{where}.layers is empty; give the numbers of its layers")
+        if not isinstance(group.layers, tuple | list) or not group.layers:
+            raise LayoutError(f"{where}.layers is {group.layers!r}; give the numbers of its layers")
         for layer in group.layers:
             if type(layer) is not int or not 0 <= layer < num_layers:
                 raise LayoutError(f"{where}.layers has {layer!r}; the layers are 0 to {num_layers - 1}")
@@ -166,8 +168,10 @@ def check_groups(groups: Sequence[KVGroup], num_layers: int) -> None:
 
 
 def _check_reach(group: KVGroup, where: str) -> None:
-    if group.kind in _WITH_REACH and group.reach_tokens < 1:
-        raise LayoutError(f"{where}.reach_tokens is {group.reach_tokens}; give the {group.kind}'s tokens, 1 or more")
+    if group.kind in _WITH_REACH and not 1 <= group.reach_tokens < 2**31:
+        raise LayoutError(
+            f"{where}.reach_tokens is {group.reach_tokens}; give the {group.kind}'s tokens, 1 or more, below 2**31"
+        )
     if group.kind not in _WITH_REACH and group.reach_tokens:
         raise LayoutError(f"{where}.reach_tokens is {group.reach_tokens} with kind {group.kind!r}; leave it out")
 

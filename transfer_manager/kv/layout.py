@@ -91,7 +91,10 @@ class KVLayout:
             try:
                 self._of_group(group)
             except LayoutError as error:
-                raise LayoutError(str(error).replace("layout.", f"layout.groups[{index}].", 1)) from error
+                where, said = f"layout.groups[{index}]", str(error)
+                is_own = said.removeprefix("layout.").partition(" ")[0] in KVGroup.__dataclass_fields__
+                told = said.replace("layout.", f"{where}.", 1) if is_own else f"{where}: {said}"
+                raise LayoutError(told) from error
 
     def _of_group(self, group: KVGroup) -> KVLayout:
         """The layout of a model whose layers are all like those of a group that is no state."""

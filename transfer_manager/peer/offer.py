@@ -62,7 +62,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     def to_bytes(self) -> bytes:
         """What it says, for `OfferSigner` to sign. Without groups these are the bytes from before there were groups."""
         if self.source.layout.groups:
-            return encode(self)
+            return encode(msgspec.structs.replace(self, version=self.needed_version))
         said = msgspec.to_builtins(self, builtin_types=(bytes,))
         said["source"]["layout"].pop("groups", None)  # of one that was read it is not there
         return msgspec.msgpack.encode(said)

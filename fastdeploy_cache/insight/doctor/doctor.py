@@ -261,4 +261,10 @@ _BY_REQUESTS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
         "they are cached with another image",
         "See that an image has the same hash each time that it is sent.",
     ),
+    _simple(
+        "no_checkpoints",
+        Cause.UNANCHORED,
+        "no checkpoint lies behind them",
+        "Take snapshots at Match.checkpoint_tokens, and see in config check that num_gpu_units has room for them.",
+    ),
 )

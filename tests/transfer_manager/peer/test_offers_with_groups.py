@@ -10,6 +10,7 @@ import pytest
 from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.errors import PeerRefusedError
 from fastdeploy_cache.insight.flight.header import header_of
+from fastdeploy_cache.ipc.codec import encode
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.peer.offer import GROUPS_VERSION, Offer, check_fits
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
@@ -71,4 +72,4 @@ def test_a_version_that_its_layout_does_not_have(layout: KVLayout, version: int)
     with pytest.raises(
         PeerRefusedError, match=rf"version {version}, this is {3 - version if version < 3 else 1}; update"
     ):
-        Offer.from_bytes(offer_of(layout, version).to_bytes())
+        Offer.from_bytes(encode(offer_of(layout, version)))

@@ -1,0 +1,71 @@
+"""The same as `test_exceptions`, of a hybrid model: what a verb has half done would be read by somebody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fastdeploy_cache import PrefixCacheManager
+from fastdeploy_cache.books.leaves.policy import EvictionPolicy, LeastRecentlyUsed
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.requests.row_verbs import RowVerbs
+from tests.rigs.row_story import RowStory
+from tests.rigs.sites import OutOfMemoryError, OutsideError, Site, Tracer, methods, traced
+
+NUM_STEPS = 160
+VERBS = (
+    (PrefixCacheManager, ("match", "commit", "release", "prefetch", "reset")),
+    (RowVerbs, ("allocate", "step", "snapshot")),
+)
+
+
+def tick() -> float:
+    """A clock that stands still, so that each story is the same."""
+    return 0.0
+
+
+@pytest.fixture
+def tracer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracer]:
+    """Follows each verb of any manager."""
+    outside = methods("policy", EvictionPolicy, LeastRecentlyUsed) | methods("metric", CacheMetrics, CacheMetrics)
+    follows = Tracer(outside)
+    for part, verbs in VERBS:
+        for verb in verbs:
+            monkeypatch.setattr(part, verb, traced(follows, getattr(part, verb)))
+    return follows
+
+
+def play(tracer: Tracer, seed: int, armed: tuple[Site, int] | None) -> None:
+    """A whole story, in which one call fails."""
+    story = RowStory(seed, tick)
+    tracer.begin(armed)
+    try:
+        for _ in range(NUM_STEPS):
+            try:
+                story.step()
+            except OutOfMemoryError:
+                story.check()
+            except OutsideError as error:
+                raise AssertionError(f"{error} reached the engine") from error
+    finally:
+        tracer.end()
+        story.finish()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_whatever_fails_beside_a_verb_of_rows(tracer: Tracer, seed: int) -> None:
+    """After each failure the story goes on: no unit or state but the right one is read, and nothing is left behind."""
+    play(tracer, seed, None)
+    reached, num_raised = dict(tracer.hits), 0
+    for site, num_hits in sorted(reached.items()):
+        for hit in sorted({1, (num_hits + 1) // 2, num_hits}):
+            try:
+                play(tracer, seed, (site, hit))
+            except Exception as error:
+                raise AssertionError(f"after {site} failed at its hit {hit} of {num_hits}: {error!r}") from error
+            num_raised += tracer.has_raised
+    assert {site.kind for site in reached} >= {"growth", "policy", "metric"}
+    places = {site.where.rpartition("/")[2] for site in reached}
+    assert places >= {"anchors.py", "snapshots.py", "unit_pool.py"}, places
+    assert num_raised > 1.5 * len(reached), "the story reaches next to nothing"
