@@ -172,3 +172,27 @@ def test_a_path_of_20_000_runs_is_trimmed_in_turns() -> None:
         with bench.books:
             pass
     assert not runs_of(bench.tree) and bench.books.pools[GPU].count(RUN) == 0
+
+
+def test_what_gets_no_memory_to_be_trimmed_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verb that let it go has happened; a later turn removes it, and one that fails, too, leaves it waiting."""
+    bench = Bench(8)
+    pin = bench.cached([1, 2, 3, 4])
+    bench.publish(pin, 4)
+    bench.books.let_go(pin)
+
+    def fail(run: Run, num_blocks: int, why: Loss) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as without:
+        without.setattr(bench.tree.residency, "truncate", fail)
+        bench.rows.take(0, 8, REQUEST)
+        assert bench.rows.is_behind
+        with pytest.raises(MemoryError):
+            bench.rows.trimmer.go_on()
+        assert bench.rows.is_behind
+        check_rows(bench.tree, bench.rows, [])
+    with bench.books:
+        pass
+    assert not bench.rows.is_behind and not runs_of(bench.tree)
+    check_rows(bench.tree, bench.rows, [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -253,6 +253,41 @@ def test_what_is_not_served_yet_is_refused() -> None:
         manager(num_cpu_blocks=8)
     with pytest.raises(ConfigError, match=r"recompute_last_token is True with layout\.groups.*leave it out"):
         manager(recompute_last_token=True)
+
+
+@pytest.mark.parametrize("verb", ["insert", "hand_over", "evict_runs", "drop", "copy", "swap_in", "swap_out", "load"])
+def test_verbs_over_blocks_of_one_row_are_refused(cache: PrefixCacheManager, verb: str) -> None:
+    """They know no units: each says so, and the blocks are their caller's still."""
+    request, blocks = ask(cache, "a", TEXT[:8]), cache.blocks
+    ids = blocks.allocate(2)
+    calls: dict[str, Callable[[], object]] = {
+        "insert": lambda: blocks.insert(request, ids, pin=True),
+        "hand_over": lambda: blocks.hand_over(request, ids),
+        "evict_runs": lambda: blocks.evict_runs(1),
+        "drop": lambda: blocks.drop(b""),
+        "copy": lambda: blocks.copies.copy(ids[:1], ids[1:]),
+        "swap_in": lambda: blocks.copies.swap_in(request, ids),
+        "swap_out": lambda: blocks.copies.swap_out(request, ids),
+        "load": lambda: blocks.copies.load(request),
+    }
+    before = picture(cache)
+    with pytest.raises(RequestError, match=rf"blocks\.(copies\.)?{verb} moves blocks of one row, and this model has"):
+        calls[verb]()
+    assert picture(cache) == before
+    blocks.free(ids)
+    cache.release(request)
+
+
+def test_what_is_asked_for_ahead_is_not_the_coldest() -> None:
+    """A prefetch makes the checkpoint of its prompt as warm as its full blocks are."""
+    with manager(num_gpu_units=(3, 9), num_gpu_blocks=64) as cache:
+        for name, first in (("a", 100), ("b", 200)):
+            cache.release(computed(cache, name, list(range(first, first + 18))))
+        cache.prefetch(Request(request_id="ahead", prompt_token_ids=list(range(100, 118))))
+        cache.release(computed(cache, "c", list(range(300, 318))))
+        hits = [cache.match(Request(request_id=f"again {first}", prompt_token_ids=list(range(first, first + 18))))
+                for first in (100, 200)]  # fmt: skip
+        assert [hit.num_tokens for hit in hits] == [16, 0]
 
 
 def test_without_prefix_caching_all_verbs_work() -> None:

@@ -64,6 +64,21 @@ def test_show_has_a_line_for_each_group(tmp_path: Path) -> None:
     assert found["num_gpu_units"] == {"value": [13, 5], "origin": "follows from max_running"}
 
 
+def test_show_prints_a_file_with_an_error_in_it(tmp_path: Path) -> None:
+    """Each group that is said, with its line, and the error behind them."""
+    (tmp_path / "cache.toml").write_text(TABLES.replace('kind = "window"', 'kind = "windows"', 1))
+    done = CliRunner().invoke(app, ["config", "show", str(tmp_path / "cache.toml")])
+    assert done.exit_code == 1 and "layout.groups[1].kind is 'windows'" in str(done.exception)
+    assert "* layout.groups[1].kind  " in done.output and "windows" in done.output
+
+
+def test_check_refuses_what_the_manager_would(tmp_path: Path) -> None:
+    """A CPU pool with groups is a problem, and not only to whoever starts an engine with it."""
+    (tmp_path / "cache.toml").write_text(f"num_cpu_blocks = 512\n{TABLES}")
+    done = CliRunner().invoke(app, ["config", "check", str(tmp_path / "cache.toml")])
+    assert done.exit_code == 1 and "the CPU pool is 512 with layout.groups, which it does not serve yet" in done.output
+
+
 def test_a_uniform_model_has_no_rows() -> None:
     """It is described as before."""
     layout = dataclasses.replace(GPT_OSS, groups=())

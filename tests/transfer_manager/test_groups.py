@@ -136,6 +136,16 @@ def test_without_groups_all_is_as_before() -> None:
          "layout.groups[1].dtype is 'float17'; known: float32"),
         ([FULL, KVGroup(kind="window", reach_tokens=8, layers=(1,), num_kv_heads=0)],
          "layout.groups[1].num_kv_heads is 0; it must be at least 1"),
+        (["full"], "layout.groups is ('full',); give a tuple of KVGroup"),  # type: ignore[list-item]
+        ([KVGroup(kind="full", layers=1)], "layout.groups[0].layers is 1; give the numbers"),  # type: ignore[arg-type]
+        ([KVGroup(kind="full", layers=(0, 1), parts=3)],  # type: ignore[arg-type]
+         "layout.groups[0].parts is 3; give a tuple of StatePart"),
+        ([FULL, dataclasses.replace(STATE, parts=(StatePart(name="s", shape=4),))],  # type: ignore[arg-type]
+         "layout.groups[1].parts[0].shape is 4; give sizes of 1 or more"),
+        ([FULL, KVGroup(kind="window", reach_tokens=2**70, layers=(1,))],
+         "layout.groups[1].reach_tokens is 1180591620717411303424; give the window's tokens, 1 or more, below 2**31"),
+        ([FULL, KVGroup(kind="window", reach_tokens=8, layers=(1,), dtype="int4", head_dim=47)],
+         "layout.groups[1]: 47 elements of int4 do not fill whole bytes"),
     ],
 )  # fmt: skip
 def test_what_no_groups_can_be(groups: list[KVGroup], words: str) -> None:

@@ -136,10 +136,9 @@ def rows_of(groups: Sequence[KVGroup], block_size: int) -> tuple[Row, ...]:
 def check_groups(groups: Sequence[KVGroup], num_layers: int) -> None:
     """Raise `LayoutError` for what no groups of a model of so many layers can be."""
     owner: dict[int, int] = {}
+    _check_members(groups, KVGroup, "layout.groups")
     for index, group in enumerate(groups):
         where = f"layout.groups[{index}]"
-        if not isinstance(group, KVGroup):
-            raise LayoutError(f"{where} is {group!r:.80}; give a KVGroup")
         check_integers(group, LayoutError, prefix=f"{where}.")
         if group.kind not in GROUP_KINDS:
             raise LayoutError(f"{where}.kind is {group.kind!r}; use one of {', '.join(GROUP_KINDS)}")
@@ -167,6 +166,11 @@ def check_groups(groups: Sequence[KVGroup], num_layers: int) -> None:
         )
 
 
+def _check_members(members: object, kind: type, where: str) -> None:
+    if not isinstance(members, tuple | list) or not all(isinstance(each, kind) for each in members):
+        raise LayoutError(f"{where} is {members!r:.120}; give a tuple of {kind.__name__}")
+
+
 def _check_reach(group: KVGroup, where: str) -> None:
     if group.kind in _WITH_REACH and not 1 <= group.reach_tokens < 2**31:
         raise LayoutError(
@@ -177,6 +181,7 @@ def _check_reach(group: KVGroup, where: str) -> None:
 
 
 def _check_parts(group: KVGroup, where: str) -> None:
+    _check_members(group.parts, StatePart, f"{where}.parts")
     if group.kind != "state":
         if group.parts:
             raise LayoutError(f"{where}.parts is given with kind {group.kind!r}; only a state has parts")
@@ -194,6 +199,8 @@ def _check_parts(group: KVGroup, where: str) -> None:
 
 def _check_part(part: StatePart, where: str) -> None:
     check_integers(part, LayoutError, prefix=f"{where}.")
+    if not isinstance(part.shape, tuple | list):
+        raise LayoutError(f"{where}.shape is {part.shape!r}; give sizes of 1 or more")
     shape = list(part.shape)
     if part.dtype not in STORAGE_DTYPES or part.dtype in PER_STORED:
         known = ", ".join(dtype for dtype in STORAGE_DTYPES if dtype not in PER_STORED)

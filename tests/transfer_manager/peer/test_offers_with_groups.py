@@ -12,7 +12,7 @@ from fastdeploy_cache.errors import PeerRefusedError
 from fastdeploy_cache.insight.flight.header import header_of
 from fastdeploy_cache.ipc.codec import encode
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
-from fastdeploy_cache.transfer_manager.peer.offer import GROUPS_VERSION, Offer, check_fits
+from fastdeploy_cache.transfer_manager.peer.offer import GROUPS_VERSION, OFFER_VERSION, Offer, check_fits
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 from tests.rigs.hybrid_models import SMALL
 from tests.rigs.offers import INFO, OFFER
@@ -56,6 +56,8 @@ def test_an_old_instance_reads_what_it_knows_and_refuses_groups() -> None:
     assert read_before(offer_of(UNIFORM, 1).to_bytes()).source.layout.num_layers == 3
     with pytest.raises(ValueError, match=r"version 2, this is 1; update one side"):
         read_before(offer_of(SMALL, GROUPS_VERSION).to_bytes())
+    with pytest.raises(ValueError, match=r"version 2, this is 1; update one side"):
+        read_before(offer_of(SMALL, OFFER_VERSION).to_bytes())  # as one is made: whoever signs it need not think of it
 
 
 def test_offers_with_groups_come_out_as_they_went_in() -> None:
