@@ -44,7 +44,7 @@ class CacheConfig:
         num_gpu_units: units (blocks of a window or chunk, or states) of each row behind the full one, in the order in
             which `config check` prints them. Without them each row has what `max_running` requests need, and a
             checkpoint for each 4,096 tokens of the GPU pool.
-        max_running: how many requests of a hybrid model run at a time.
+        max_running: for how many running requests of a hybrid model the pools are made. It bounds none.
         checkpoint_every_tokens: of a hybrid model's prompt a checkpoint is made every so many tokens, beside those at
             its end and where prompts part. 0 makes none.
         checkpoints_per_path: how many checkpoints stay on the way to the last one of a prompt, where no prompts part.
