@@ -18,7 +18,7 @@ def check_integers(config: Any, error: type[Exception], prefix: str = "") -> Non
     """Raise `error` for a dataclass field that is declared as an integer and holds something else."""
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        if item.type in ("int", "int | None") and value is not None and type(value) is not int:
+        if (item.type == "int" or (item.type == "int | None" and value is not None)) and type(value) is not int:
             raise error(f"{prefix}{item.name} is {value!r}; give a whole number")
 
 

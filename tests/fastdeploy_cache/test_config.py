@@ -236,3 +236,10 @@ def test_more_memory_than_there_is_is_refused_before_it_is_taken() -> None:
         )
         with pytest.raises(NotEnoughMemoryError, match="available"):
             PrefixCacheManager(config)
+
+
+@pytest.mark.parametrize("name", [item.name for item in dataclasses.fields(CacheConfig) if item.type == "int"])
+def test_no_number_is_none(name: str) -> None:
+    """A setting that has to be there is refused by its name where it is not."""
+    with pytest.raises(ConfigError, match=rf"{name} is None; give a whole number"):
+        CacheConfig(**{"num_gpu_blocks": 8, "transfer_client": "inline", name: None})  # type: ignore[arg-type]
