@@ -190,7 +190,16 @@ class Request:
         self.num_tokens = self.num_prompt_tokens + len(self.output) // TOKEN_BYTES
 
     def cut_output(self, num_tokens: int) -> None:
-        """The reverse: only so many tokens, with the prompt's, are left."""
+        """The reverse: only so many tokens are left, those of the prompt included.
+
+        Raises:
+            RequestError: fewer than the prompt has, or more than there are; nothing was changed.
+        """
+        if not self.num_prompt_tokens <= num_tokens <= self.num_tokens:
+            raise RequestError(
+                f"cut_output of request {self.request_id!r} to {num_tokens} tokens; give {self.num_prompt_tokens}, "
+                f"which are its prompt, to {self.num_tokens}, which are all that it has"
+            )
         del self.output[(num_tokens - self.num_prompt_tokens) * TOKEN_BYTES :]
         self.num_tokens = num_tokens
 

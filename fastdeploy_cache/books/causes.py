@@ -23,7 +23,7 @@ class Cause(StrEnum):
     RESET = "reset"  # it was cached before a reset
     PARTIAL = "partial"  # the tail of a prompt that fills no block, or part of an image
     LAST = "last"  # the last token of a prompt is always computed
-    UNANCHORED = "unanchored"  # it is cached, and no checkpoint lies behind it, where a hybrid model could go on
+    UNANCHORED = "unanchored"  # no checkpoint of a hybrid model was made behind it
 
     place: int
 
@@ -54,5 +54,5 @@ TEXTS: Final = {
     Cause.RESET: "this part was forgotten by a reset {when} before",
     Cause.PARTIAL: "this part fills no block, or lies in an image that is not cached whole",
     Cause.LAST: "the last token of a prompt is always computed",
-    Cause.UNANCHORED: "this part is cached, and no checkpoint lies behind it at which the model could go on",
+    Cause.UNANCHORED: "no checkpoint lies behind this part at which the model could go on",
 }

@@ -40,7 +40,7 @@ class RowEviction:
         run, at_most = self._residency.policy.victim(tier, num_blocks)
         above = run.parent
         evict_tail(self._residency, run, tier, at_most)
-        self._trim(run if run.parent is not None else above)
+        self._trim(run if run.parent is not None else above, Loss.CPU if tier else Loss.GPU)
 
     def _evict_image(self) -> bool:
         """Let the coldest image leave the CPU tier, unless the coldest leaf there is colder."""
@@ -54,7 +54,7 @@ class RowEviction:
             return False
         run: Run = checkpoint.run
         self._checkpoints.leave(checkpoint, CPU, Loss.CPU)
-        self._trim(run)
+        self._trim(run, Loss.CPU)
         return True
 
     def evict_units(self, row: int, num_units: int) -> None:
@@ -68,10 +68,10 @@ class RowEviction:
             assert checkpoint is not None, f"{num_units} units of {pool.name} were promised, and nothing can go"
             run: Run = checkpoint.run
             self._checkpoints.leave(checkpoint, GPU, Loss.UNITS)
-            self._trim(run)
+            self._trim(run, Loss.UNITS)
 
-    def _trim(self, run: Run | None) -> None:
+    def _trim(self, run: Run | None, why: Loss) -> None:
         trim = self._residency.trim
         assert trim is not None
         if run is not None:
-            trim(run)
+            trim(run, why)

@@ -132,7 +132,7 @@ class PrefixTree:
         run.pins = () if len(run.pins) == 1 else tuple([each for each in run.pins if each is not pin])
         self.residency.hold(run)
         if self.residency.trim is not None:
-            self.residency.trim(run)
+            self.residency.trim(run, Loss.TRIMMED)
         if self.graves.roots:
             self.graves.sweep()
 
@@ -142,7 +142,7 @@ class PrefixTree:
             pin.end = end
             self.residency.hold(run)
             if self.residency.trim is not None:
-                self.residency.trim(run)
+                self.residency.trim(run, Loss.TRIMMED)
             return pin
         moved = None
         if run is not None:

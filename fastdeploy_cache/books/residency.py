@@ -38,7 +38,7 @@ class Residency:
         self.graves = Graves(self._forget, pools)
         self.ages = Ages(clock.now)
         self.checkpoints: Checkpoints | None = None  # behind the full one, where there are any
-        self.trim: Callable[[Run], None] | None = None  # see `Trimmer`
+        self.trim: Callable[[Run, Loss], None] | None = None  # see `Trimmer`
         self.make_room: Callable[[Tier, int], None] | None = None  # see `RowEviction`
         self.taps = Taps(began=(self.ages.began,), left=(self.ages.left,), ended=(self.lost.ended,))
 

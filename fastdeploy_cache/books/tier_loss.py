@@ -46,7 +46,7 @@ def drop_gpu(tree: PrefixTree) -> None:
         for _, image in images:
             rows.came(image, CPU)
         for heir in reversed(heirs.values()):  # children first
-            tree.residency.trim(heir)
+            tree.residency.trim(heir, Loss.RANK)
 
 
 def _hang(tree: PrefixTree, heir: Run, parent: Run) -> None:
@@ -128,4 +128,4 @@ def _drop_images(books: Books, rows: RowBooks) -> None:
         if pin.run.epoch == tree.epoch:
             rows.keep(prefix)
     for run in reversed(list(tree.runs())):
-        rows.trimmer.trim(run)
+        rows.trimmer.trim(run, Loss.RANK)

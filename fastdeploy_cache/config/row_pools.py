@@ -111,10 +111,10 @@ def check_row_pools(config: RowSettings, layout: RankLayout, pool_sizes: tuple[i
                 "use a smaller max_running, or give num_gpu_units"
             )
     for index, (row, units) in enumerate(zip(rows, given, strict=False)):
-        if units < row.num_request_units:
+        if units < row.num_least_units:
             raise ConfigError(
-                f"num_gpu_units[{index}] is {units}, and one request needs {row.num_request_units} units of the row "
-                f"{str(row)!r}; give {row.num_request_units} or more"
+                f"num_gpu_units[{index}] is {units}, and one request with its checkpoint needs {row.num_least_units} "
+                f"units of the row {str(row)!r}; give {row.num_least_units} or more"
             )
     num_least = layout.num_checkpoint_pages + 1
     if rows and 0 < pool_sizes[1] < num_least:

@@ -30,9 +30,13 @@ _MAX_PARTS = 64  # that one prompt's missed blocks are looked up in: some tens o
 _AT_ONCE_SECONDS = 1.0  # blocks in a row that were lost within this time are told of together
 _MAX_BACK = 4  # blocks in front of one, among what is lost, from which on it may have been lost
 _MAX_LOOKED = 64  # other namespaces, and continuations that may be an image's, that are looked at
-_BY_LOSS = (*(Cause.EVICTED, Cause.EVICTED, Cause.RESET, Cause.RANK, Cause.LIMIT, Cause.RESET), *(Cause.EVICTED,) * 4)
+_FREED = "it was freed, since no checkpoint was made behind it"
+_BY_LOSS = (
+    *(Cause.EVICTED, Cause.EVICTED, Cause.RESET, Cause.RANK, Cause.LIMIT, Cause.RESET),
+    *(Cause.EVICTED, Cause.EVICTED, Cause.EVICTED, Cause.UNANCHORED),
+)
 _KEPT_OUT = "cache_outputs is off, and an earlier request has computed it as its output"
-_DETAILS: dict[Loss | None, str] = {Loss.OUTPUT: _KEPT_OUT, Loss.WEIGHTS: OTHER_WEIGHTS}
+_DETAILS: dict[Loss | None, str] = {Loss.OUTPUT: _KEPT_OUT, Loss.WEIGHTS: OTHER_WEIGHTS, Loss.TRIMMED: _FREED}
 _NEW, _FORGOTTEN = Cause.NEW, Cause.NEW_OR_FORGOTTEN
 
 

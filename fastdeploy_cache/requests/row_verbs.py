@@ -135,8 +135,8 @@ class RowVerbs:
         least = max(active.num_computed_tokens, active.num_committed_blocks * self._size)
         if not least <= num_tokens <= num_held:
             raise RequestError(
-                f"{name} at {num_tokens} tokens; {least} are committed or cached, and its blocks hold {num_held}: take "
-                "it between these"
+                f"{name} at {num_tokens} tokens; {least} are committed or cached, and {num_held} are there and have "
+                "blocks: take it between these"
             )
         live = [rows.tables[number][0] for number in anchors.state_rows if rows.tables[number]]
         is_own = all(slot in rows.own[number] for slot, number in zip(live, anchors.state_rows, strict=False))

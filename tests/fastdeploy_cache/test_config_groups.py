@@ -36,7 +36,7 @@ def test_units_by_default() -> None:
     blocks, the one that is computed and the next one, states are two, chunks of 12 are 2 blocks and two."""
     assert config().unit_counts() == (3 * 5 + 3, 3 * 2 + 1, 3 * 4 + 2)
     assert config(num_gpu_blocks=2048).unit_counts() == (3 * 5 + 2 * 3, 3 * 2 + 2, 3 * 4 + 2 * 2)
-    assert config(num_gpu_units=(5, 2, 4)).unit_counts() == (5, 2, 4)
+    assert config(num_gpu_units=(8, 2, 6)).unit_counts() == (8, 2, 6)
     assert config(layout=UNIFORM).unit_counts() == ()
 
 
@@ -55,8 +55,10 @@ def test_a_pool_in_bytes_holds_all_rows() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"num_gpu_units": (4, 2, 4)}, "num_gpu_units[0] is 4, and one request needs 5 units of the row 'window 10'"),
-        ({"num_gpu_units": (5, 1, 4)}, "num_gpu_units[1] is 1, and one request needs 2 units of the row 'state'"),
+        ({"num_gpu_units": (7, 2, 6)},
+         "num_gpu_units[0] is 7, and one request with its checkpoint needs 8 units of the row 'window 10'"),
+        ({"num_gpu_units": (8, 1, 6)},
+         "num_gpu_units[1] is 1, and one request with its checkpoint needs 2 units of the row 'state'"),
         ({"num_gpu_units": (4, 2)},
          "num_gpu_units is [4, 2], and layout.groups makes 3 rows behind the full one: window 10, state, chunk 12"),
         ({"num_gpu_units": (4, 2, 2.5)}, "num_gpu_units is [4, 2, 2.5]; give whole numbers"),

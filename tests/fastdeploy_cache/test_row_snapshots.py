@@ -11,8 +11,19 @@ from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.books.tier_loss import drop_gpu
 from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.request import Image
+from fastdeploy_cache.transfer_manager.kv.groups import KVGroup, rows_of
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
-from tests.rigs.hybrid_requests import BOTH, ONLY_STATE, ONLY_WINDOW, TEXT, ask, computed, decode, manager, started
+from tests.rigs.hybrid_requests import (
+    BOTH,
+    FULL,
+    ONLY_STATE,
+    ONLY_WINDOW,
+    TEXT,
+    computed,
+    decode,
+    manager,
+    started,
+)
 
 
 def num_held(cache: PrefixCacheManager, request: Request) -> list[int]:
@@ -30,7 +41,7 @@ def lose_gpu(cache: PrefixCacheManager) -> None:
 @pytest.mark.parametrize("state", ["pending", "newest"])
 def test_windows_slide_after_all_is_forgotten(forget: Callable[[PrefixCacheManager], object], state: str) -> None:
     """A snapshot that nobody would find is given up, and a request alone has enough in the least pools."""
-    with manager(num_gpu_units=(2, 4), num_gpu_blocks=64) as cache:
+    with manager(num_gpu_units=(2, 6), num_gpu_blocks=64) as cache:
         request, new = started(cache, "a", TEXT[:6])
         cache.commit(request, 6)
         request.append_output([1, 2])
@@ -47,7 +58,7 @@ def test_windows_slide_after_all_is_forgotten(forget: Callable[[PrefixCacheManag
 @pytest.mark.parametrize("layout", [BOTH, ONLY_STATE])
 def test_the_least_pools_keep_the_newest_states(layout: KVLayout) -> None:
     """A snapshot that finds no slot takes that of the one before: the next turn goes on at the last."""
-    units = (2, 4) if layout is BOTH else (2,)
+    units = (2, 6) if layout is BOTH else (2,)
     with manager(layout, num_gpu_units=units, num_gpu_blocks=64) as cache:
         request, new = started(cache, "a", TEXT[:6])
         cache.commit(request, 6)
@@ -78,7 +89,7 @@ def test_states_of_which_no_newer_come_are_a_checkpoint_a_block_later() -> None:
 @pytest.mark.parametrize("layout", [ONLY_WINDOW, BOTH])
 def test_a_step_needs_no_more_than_the_least_pools(layout: KVLayout) -> None:
     """It gets its blocks before it commits: that is what a request is said to need."""
-    units = (4,) if layout is ONLY_WINDOW else (2, 4)
+    units = (6,) if layout is ONLY_WINDOW else (2, 6)
     with manager(layout, num_gpu_units=units, num_gpu_blocks=64) as cache:
         request, _ = started(cache, "a", TEXT[:4])
         for number in range(4, 80):
@@ -88,10 +99,32 @@ def test_a_step_needs_no_more_than_the_least_pools(layout: KVLayout) -> None:
         cache.check_invariants()
 
 
+@pytest.mark.parametrize("reach", [5, 6, 8, 9, 12, 16, 20, 33])
+@pytest.mark.parametrize("kind", ["window", "chunk"])
+def test_one_request_comes_to_its_end_in_the_least_pools(kind: Any, reach: int) -> None:
+    """Token by token, from nothing and from a hit, with a checkpoint of its own behind its prompt."""
+    group = KVGroup(kind=kind, reach_tokens=reach, layers=(1,))
+    (row,) = rows_of((FULL, group), 4)[1:]
+    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, groups=(FULL, group))
+    with manager(layout, num_gpu_units=(row.num_least_units,), num_gpu_blocks=256) as cache:
+        tokens = [1]
+        for name in ("first", "second", "third"):
+            match = cache.match(request := Request(request_id=name, prompt_token_ids=tokens))
+            assert name == "first" or match.num_tokens > len(tokens) - 8
+            for number in range(match.num_tokens + 1, len(tokens) + 1):
+                if number > len(cache._requests.active(request).block_ids) * 4:
+                    cache.rows.allocate(request, 1)
+                cache.commit(request, number)
+            decode(cache, request, len(tokens) + 100)
+            tokens = [*request.token_ids(0, request.num_tokens).tolist(), 1]
+            cache.release(request)
+        cache.check_invariants()
+
+
 @pytest.mark.parametrize("fields", [{"enable_prefix_caching": False}, {"cache_outputs": False}])
 def test_no_snapshot_of_what_is_never_cached(fields: dict[str, Any]) -> None:
     """The request writes on where it did, and nothing is kept for it."""
-    with manager(num_gpu_units=(2, 4), num_gpu_blocks=64, **fields) as cache:
+    with manager(num_gpu_units=(2, 6), num_gpu_blocks=64, **fields) as cache:
         request, new = started(cache, "a", TEXT[:6])
         cache.commit(request, 6)
         assert decode(cache, request, 60, new.tables[0].block_ids[0]) == []
@@ -193,15 +226,22 @@ def test_a_preempted_request_is_one_use() -> None:
 
 
 def test_a_prompt_without_a_checkpoint_is_told_why() -> None:
-    """All of it is cached, and there is nowhere to go on: not an image's doing."""
+    """While all of it is cached, and after it was freed: nothing was evicted, and no image is to blame."""
     with manager() as cache:
         request, _ = started(cache, "a", TEXT[:17])
         cache.commit(request, 17)
-        holding = cache.match(Request(request_id="b", prompt_token_ids=TEXT[:17]))
-        words = str(holding.explain())
-        assert "no checkpoint lies behind it" in words and "image" not in words
-        cache.release(request)
-        ask(cache, "c", [1])
+        for name in ("while it runs", "when it has gone"):
+            match = cache.match(again := Request(request_id=name, prompt_token_ids=TEXT[:17]))
+            words = str(match.explain())
+            assert "16 tokens were missed (unanchored)" in words and "evicted" not in words and "image" not in words
+            cache.release(again)
+            if name == "while it runs":
+                cache.release(request)
+        cache.release(computed(cache, "b", TEXT[:17]))
+        for first in range(100, 220, 20):
+            cache.release(computed(cache, f"other {first}", list(range(first, first + 17))))
+        evicted = cache.match(Request(request_id="c", prompt_token_ids=TEXT[:17]))
+        assert "16 tokens were missed (evicted)" in str(evicted.explain())
 
 
 class Full(list[Any]):

@@ -132,8 +132,12 @@ def test_a_snapshot_of_a_rejected_draft_is_none(cache: PrefixCacheManager) -> No
         (17, "own", "at 17 tokens; take it where a block of 4 tokens ends"),
         (0, "own", "at 0 tokens; take it where a block of 4 tokens ends"),
         (-4, "own", "at -4 tokens; take it where"),
-        (12, "own", "at 12 tokens; 18 are committed or cached, and its blocks hold 20: take it between these"),
-        (24, "own", "at 24 tokens; 18 are committed or cached, and its blocks hold 20"),
+        (
+            12,
+            "own",
+            "at 12 tokens; 18 are committed or cached, and 20 are there and have blocks: take it",
+        ),
+        (24, "own", "at 24 tokens; 18 are committed or cached, and 20 are there and have blocks"),
         (20, "other", "give the slots that it writes, one of each row of states"),
         (20, "none", "give the slots that it writes, one of each row of states"),
         (20, "twice", "give the slots that it writes, one of each row of states"),
@@ -192,14 +196,14 @@ def test_after_a_reset_there_is_no_checkpoint(cache: PrefixCacheManager) -> None
 
 def test_a_row_that_is_short_is_named() -> None:
     """All rows or none: the error says which one lacks how many, and nothing is taken of any."""
-    with manager(num_gpu_units=(2, 4), num_gpu_blocks=16) as cache:
+    with manager(num_gpu_units=(2, 6), num_gpu_blocks=16) as cache:
         request = ask(cache, "a")
         before = picture(cache)
-        words = "1 unit of the row 'window 6' is missing; allocate fewer blocks at once, or commit what is computed"
+        words = "2 units of the row 'window 6' are missing; allocate fewer blocks at once, or commit what is computed"
         with pytest.raises(OutOfBlocksError, match=words) as error:
-            cache.rows.allocate(request, 5)
-        assert (error.value.row, error.value.missing) == ("window 6", 1) and picture(cache) == before
-        cache.rows.allocate(request, 4)
+            cache.rows.allocate(request, 8)
+        assert (error.value.row, error.value.missing) == ("window 6", 2) and picture(cache) == before
+        cache.rows.allocate(request, 6)
         others = [ask(cache, "b", [1, 2]), ask(cache, "c", [3, 4])]
         with pytest.raises(OutOfBlocksError) as error:
             cache.rows.allocate(others[0], 1)

@@ -120,7 +120,7 @@ class RowBench:
         """Resets and trimming remove a run or two at a time, as they do of large trees."""
         draw, clear, trim = self.random, self.tree.graves.clear, self.row_books.trimmer.trim
         self.tree.graves.clear = lambda num_runs: clear(min(num_runs, draw.randint(0, 2)))  # type: ignore[method-assign]
-        self.tree.residency.trim = lambda run: trim(run, draw.randint(0, 2))
+        self.tree.residency.trim = lambda run, why: trim(run, why, draw.randint(0, 2))
 
     def prompt(self, *, most: int = 12) -> Request:
         """Blocks of two letters, so that prompts share prefixes and part everywhere."""

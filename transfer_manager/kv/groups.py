@@ -126,6 +126,12 @@ class Row:
         it gets before it has committed that; or two states, of which one may be a snapshot while the other goes on."""
         return 2 if self.kind == "state" else self.num_checkpoint_units + 2
 
+    @property
+    def num_least_units(self) -> int:
+        """Units without which one request alone may not come to its end: it keeps the checkpoint that it has made until
+        its window lies behind that."""
+        return self.num_request_units + (0 if self.kind == "state" else self.num_checkpoint_units)
+
 
 def rows_of(groups: Sequence[KVGroup], block_size: int) -> tuple[Row, ...]:
     """The full row, then the others in the order in which their first groups stand."""
