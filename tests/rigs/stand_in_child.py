@@ -93,7 +93,8 @@ class StandIn:
         self._children.look_again()
 
     def reap(self) -> int | None:
-        return self._code
+        with self._ending:  # or who reaps would close the descriptor under the one that is about to say so there
+            return self._code
 
     def log_tail(self) -> str:
         return ""
