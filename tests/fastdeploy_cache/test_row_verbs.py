@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -373,3 +374,20 @@ def test_a_workers_arrays_have_the_units_of_their_row() -> None:
             cache.ranks.attach_kv(0, [*arrays[:2], short])
         with pytest.raises(LayoutError, match="layer 1 s is"):
             cache.ranks.attach_kv(0, [arrays[0], {"s": np.zeros((numbers[1], 5), np.float32)}, arrays[2]])
+
+
+def test_a_turn_after_a_reset_removes_half_as_many_runs() -> None:
+    """Each has a checkpoint and units, too: a verb would hold the lock for twice as long."""
+    with manager(ONLY_WINDOW, num_gpu_blocks=3000, num_gpu_units=(3000,)) as cache:
+        for number in range(1000):
+            request = ask(cache, str(number), [number] * 5)
+            cache.rows.allocate(request, 2)
+            cache.commit(request, 5)
+            cache.release(request)
+        cache.reset()
+        left = []
+        for _ in range(4):
+            with cache._books:
+                pass
+            left.append(len(list(cache._books.tree.runs())))
+        assert [before - after for before, after in pairwise(left)] == [32, 32, 32]
