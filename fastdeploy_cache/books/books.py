@@ -117,9 +117,7 @@ class Books:
         try:
             try:
                 if self._graves.open:
-                    self._graves.clear(
-                        A_TURN if self.rows is None else A_TURN // 2
-                    )  # with rows a run is twice the work
+                    self._graves.clear(A_TURN if self.rows is None else A_TURN // 2)  # its rows are as much work again
                 if self.rows is not None:
                     self.rows.trimmer.go_on()
                 is_at_rest = self._settle()
