@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Protocol, cast
 from fastdeploy_cache.books.block_pool import CHECKPOINT, TASK, BlockPool, Owner
 from fastdeploy_cache.books.checkpoint import Checkpoint, chain_of, deepest_within, put_in, take_out
 from fastdeploy_cache.books.leaves.guarded import GuardedPolicy
-from fastdeploy_cache.books.run import CPU, GPU, TIERS, Run, Tier
+from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, TIERS, Run, Tier
 from fastdeploy_cache.books.taps import Loss, Taps
-from fastdeploy_cache.books.unit_pool import ID_BYTES, UnitPool
+from fastdeploy_cache.books.unit_pool import UnitPool
 
 if TYPE_CHECKING:
     from fastdeploy_cache.transfer_manager.kv.groups import Row

@@ -6,9 +6,8 @@ from array import array
 from collections.abc import Iterable
 
 from fastdeploy_cache.books.block_pool import RUN, BlockPool, Owner
+from fastdeploy_cache.books.run import ID_BYTES
 from fastdeploy_cache.errors import BlockOwnerError
-
-ID_BYTES = 4  # of a packed id
 
 
 class UnitPool:

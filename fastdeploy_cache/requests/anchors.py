@@ -212,7 +212,7 @@ class Anchors:
         if not self._is_found(active):
             return
         if self.state_rows:
-            self.snapshots.finish(active, rows)
+            self.snapshots.make_newest(active, rows)
         elif boundary := usable_end(active.request, boundary, self._size):
             self._maker.publish(active, boundary, None)
 

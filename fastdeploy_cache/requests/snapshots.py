@@ -91,11 +91,9 @@ class Snapshots:
         if not is_found or boundary > active.num_committed_blocks or not self.is_still(active, pending):
             self._let_pass(active, rows, pending)
         elif boundary <= (active.request.num_prompt_tokens - 1) // self._size:
-            if not self._maker.publish(active, boundary, pending):
-                self._let_pass(active, rows, pending)
+            self._make(active, rows, pending)
         else:
-            if rows.newest is not None:
-                self._free_slots(rows, rows.newest)  # an earlier boundary, behind which all has been computed
+            self.let_newest_pass(active)  # an earlier boundary, behind which all has been computed
             rows.newest = pending
 
     def is_still(self, active: ActiveRequest, snapshot: Snapshot) -> bool:
@@ -109,9 +107,12 @@ class Snapshots:
         if not is_found:
             self.let_newest_pass(active)
         elif active.num_computed_tokens // self._size > newest.boundary + 1:
-            rows.newest = None
-            if not self._maker.publish(active, newest.boundary, newest):
-                self._let_pass(active, rows, newest)
+            self.make_newest(active, rows)
+
+    def _make(self, active: ActiveRequest, rows: RequestRows, snapshot: Snapshot) -> None:
+        """A checkpoint of it or, where there can be none, let it pass."""
+        if not self._maker.publish(active, snapshot.boundary, snapshot):
+            self._let_pass(active, rows, snapshot)
 
     def let_newest_pass(self, active: ActiveRequest) -> None:
         rows = rows_of(active)
@@ -144,8 +145,8 @@ class Snapshots:
         if rows.newest is not None:
             self._pass_newest(active, rows, rows.newest, is_found=is_found)
 
-    def finish(self, active: ActiveRequest, rows: RequestRows) -> None:
-        """The request is about to be released: of its output one checkpoint is made."""
+    def make_newest(self, active: ActiveRequest, rows: RequestRows) -> None:
+        """The newest snapshot of its output, if there is one, waits no longer."""
         newest, rows.newest = rows.newest, None
-        if newest is not None and not self._maker.publish(active, newest.boundary, newest):
-            self._free_slots(rows, newest)
+        if newest is not None:
+            self._make(active, rows, newest)
