@@ -133,7 +133,7 @@ class Tracer(logging.Handler):
         if grows is None:
             grows = self._grows[number] = self._may_grow(frame.f_code)
             self._known.append(frame.f_code)
-        return self._in_line if grows else None
+        return self._line_follower() if grows else None
 
     def _called_there(self, frame: FrameType, event: str, value: Any) -> Any:
         """The same, where only one site matters, which has been seen before."""
@@ -144,13 +144,22 @@ class Tracer(logging.Handler):
         sites = (self._by_line.get((code.co_filename, line or 0)) for _, _, line in code.co_lines())
         return any(site is not None and site.kind == "growth" for site in sites)
 
-    def _in_line(self, frame: FrameType, event: str, value: Any) -> Any:
-        if event == "line":
-            site = self._by_line.get((frame.f_code.co_filename, frame.f_lineno))
-            if site is not None and site.kind == "growth":
-                self._codes.setdefault(site, set()).add(id(frame.f_code))
-                self._hit(site)
-        return self._in_line
+    def _line_follower(self) -> Callable[[FrameType, str, Any], Any]:
+        """What sees the lines of one call. A line that goes round within itself, as one with a comprehension does from
+        Python 3.12 on, is seen once: what is raised at such a jump passes `except` by, which no real failure does."""
+        last = 0
+
+        def follow(frame: FrameType, event: str, value: Any) -> Any:
+            nonlocal last
+            if event == "line" and frame.f_lineno != last:
+                last = frame.f_lineno
+                site = self._by_line.get((frame.f_code.co_filename, last))
+                if site is not None and site.kind == "growth":
+                    self._codes.setdefault(site, set()).add(id(frame.f_code))
+                    self._hit(site)
+            return follow
+
+        return follow
 
 
 def traced(tracer: Tracer, method: Callable[..., Any]) -> Callable[..., Any]:
