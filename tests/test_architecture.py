@@ -329,7 +329,7 @@ def test_broad_except_only_at_the_boundaries() -> None:
         if isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name) and node.type.id == "Exception"
     }
     assert found == {
-        "transfer_manager/process/lanes.py",
+        "transfer_manager/process/lane_task.py",
         "transfer_manager/process/begin.py",
         "transfer_manager/process/callbacks.py",
         "fastdeploy_cache/books/books.py",

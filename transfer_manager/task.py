@@ -68,10 +68,15 @@ class TaskKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class TransferTask:
-    """Copy block `source_ids[i]` to block `destination_ids[i]`, in all layers, on every rank.
+    """Copy block `source_ids[i]` to block `destination_ids[i]`, in all layers of the full row, on every rank.
 
     Which tiers the ids are of follows from `kind`. Of a COPY `num_tokens` may be given: so many leading tokens of
-    each block are copied. A task of storage has the blocks' hashes, joined, in the order of the prompt, where the
+    each block are copied; and a `row` behind the full one: the ids are units of that one.
+
+    A swap with `units` moves a checkpoint: these are its units by row behind the full one, the ids of the CPU tier are
+    its pages, and there are none of the GPU. It goes in steps, between which the rank does other tasks of its lane.
+
+    A task of storage has the blocks' hashes, joined, in the order of the prompt, where the
     store asks for them the prompt's tokens up to there (int32, little-endian), and the ids of one tier only. What else
     a peer process has to know is in `detail` (`fastdeploy_cache.transfer_manager.peer.messages`).
 
@@ -88,6 +93,8 @@ class TransferTask:
     token_ids: bytes = b""
     priority: float | None = None
     detail: bytes = b""
+    units: tuple[Int32Array, ...] = ()
+    row: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

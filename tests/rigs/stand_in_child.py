@@ -15,7 +15,8 @@ from fastdeploy_cache.errors import QueueDisconnectedError
 from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.ipc.task_queue import RankQueue
-from fastdeploy_cache.transfer_manager.process.lanes import Executor, LaneServer
+from fastdeploy_cache.transfer_manager.process.lane_task import Executor
+from fastdeploy_cache.transfer_manager.process.lanes import LaneServer
 from fastdeploy_cache.transfer_manager.process.wire import ReadyMessage, StopMessage, ToProcess
 from fastdeploy_cache.transfer_manager.process.words import RankSignal
 from fastdeploy_cache.transfer_manager.rank.setup import RankSetup

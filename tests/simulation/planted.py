@@ -17,7 +17,7 @@ ALL = (
     ),
     _planted(
         "a refused task is answered as done",
-        ("transfer_manager.process.lanes", "LaneServer.serve", "error=error,", "error=None,"),
+        ("transfer_manager.process.lane_task", "LaneTask._ended", "error=error,", "error=None,"),
     ),
     # -- ranks
     _planted(

@@ -25,13 +25,13 @@ def test_words_do_not_touch_each_other(array: SharedArray) -> None:
     """State, heartbeat, tasks and progress are written and read on their own, through any mapping."""
     rank, engine = RankSignal(array), RankSignal(array)
     rank.state = RankState.READY
-    rank.set_busy(0, True)
-    rank.set_busy(1, True)
+    rank.set_busy(0, 7)
+    rank.set_busy(1, 0)
     rank.beat()
     rank.beat()
-    assert (engine.state, engine.num_tasks_in_flight, engine.heartbeat) == (RankState.READY, 2, 2)
+    assert (engine.state, engine.num_busy_lanes, engine.heartbeat) == (RankState.READY, 2, 2)
     engine.reset()
-    assert (rank.state, rank.num_tasks_in_flight, rank.heartbeat) == (RankState.STARTING, 0, 0)
+    assert (rank.state, rank.num_busy_lanes, rank.heartbeat) == (RankState.STARTING, 0, 0)
 
 
 def test_progress_answers_for_its_own_task_only(array: SharedArray) -> None:

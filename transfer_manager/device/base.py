@@ -9,9 +9,10 @@ import msgspec
 
 from fastdeploy_cache.errors import DeviceError
 from fastdeploy_cache.ipc.codec import Int32Array
+from fastdeploy_cache.transfer_manager.device.images import CheckpointImage, ImageMove, check_units
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
-from fastdeploy_cache.transfer_manager.task import TaskKind
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 
 
 class DeviceSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +57,21 @@ class Device(Protocol):
         """
         ...
 
+    def copy_units(
+        self, row: int, source_ids: Int32Array, destination_ids: Int32Array, num_tokens: int | None = None
+    ) -> int:
+        """The same as a COPY, of the units of a row behind the full one. By the thread of SWAP_IN."""
+        ...
+
+    def move_image(self, kind: TaskKind, image: CheckpointImage, on_layer: Callable[[int], None]) -> ImageMove:
+        """Copy a checkpoint: SWAP_OUT from its units to its pages, SWAP_IN the other way.
+
+        Yields between two steps, when all of those before are in place, and may be left then; returns the bytes moved.
+        Calls `on_layer` as `copy` does. Raises `DeviceError` as `copy` does: what the image cannot be is found before
+        anything is copied.
+        """
+        ...
+
     def bind_thread(self) -> None:
         """Called by each thread before its first copy."""
         return
@@ -70,6 +86,15 @@ class Device(Protocol):
         ...
 
 
+def copy_task(device: Device, task: TransferTask, on_layer: Callable[[int], None]) -> int | ImageMove:
+    """Do a task: the bytes moved, or of a checkpoint the steps, which return them."""
+    if task.units:
+        return device.move_image(task.kind, CheckpointImage.of(task), on_layer)
+    if task.row:
+        return device.copy_units(task.row, task.source_ids, task.destination_ids, task.num_tokens)
+    return device.copy(task.kind, task.source_ids, task.destination_ids, on_layer, task.num_tokens)
+
+
 def check_ids(
     kind: TaskKind, source_ids: Int32Array, destination_ids: Int32Array, num_gpu_blocks: int, num_cpu_blocks: int
 ) -> None:
@@ -77,6 +102,19 @@ def check_ids(
     pools = {True: ("GPU", num_gpu_blocks), False: ("CPU", num_cpu_blocks)}
     _check_pool(*pools[kind is not TaskKind.SWAP_IN], source_ids)
     _check_pool(*pools[kind is not TaskKind.SWAP_OUT], destination_ids)
+    _check_lengths(source_ids, destination_ids)
+
+
+def check_unit_ids(layout: RankLayout, row: int, source_ids: Int32Array, destination_ids: Int32Array) -> None:
+    """The same of the units of a row behind the full one."""
+    if not 0 < row < len(layout.rows):
+        raise DeviceError(f"a copy of units of row {row}; the layout's rows behind the full one are {layout.rows[1:]}")
+    check_units(layout, row, source_ids)
+    check_units(layout, row, destination_ids)
+    _check_lengths(source_ids, destination_ids)
+
+
+def _check_lengths(source_ids: Int32Array, destination_ids: Int32Array) -> None:
     if len(source_ids) != len(destination_ids):
         raise DeviceError(f"{len(source_ids)} source block ids for {len(destination_ids)} destination block ids")
 

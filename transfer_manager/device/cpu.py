@@ -11,7 +11,8 @@ from numpy.lib.stride_tricks import as_strided
 
 from fastdeploy_cache.ipc.codec import Int32Array
 from fastdeploy_cache.transfer_manager.crew import Crew
-from fastdeploy_cache.transfer_manager.device.base import Device, check_ids
+from fastdeploy_cache.transfer_manager.device.base import Device, check_ids, check_unit_ids
+from fastdeploy_cache.transfer_manager.device.images import CheckpointImage, ImageMap, ImageMove, ImageStep, UnitPieces
 from fastdeploy_cache.transfer_manager.device.pieces import Bytes, Pairs, Route, copy_pieces
 from fastdeploy_cache.transfer_manager.device.strips import Step, Strip, leading_strips, load_steps, whole_step
 from fastdeploy_cache.transfer_manager.kv.layout import Places, RankLayout
@@ -65,6 +66,7 @@ class CpuDevice(Device):
         self._block_bytes = layout.block_bytes
         self._layout, self._places, self._segments = layout, places, segments
         self._images = images.reshape(-1)
+        self._map = ImageMap(layout, places, len(images))
         self._load: _Steps = [(step.num_layers, list(self._into_device(step))) for step in load_steps(layout, places)]
         (whole,) = whole_step(layout, places)
         self._store = [
@@ -75,10 +77,13 @@ class CpuDevice(Device):
     def _into_device(self, step: Step) -> Iterator[Pairs]:
         for strip in step.strips:
             shape, strides = (self._num_cpu_blocks, *strip.shape), (self._block_bytes, *strip.image_strides)
-            yield Pairs(self._pieces(strip), as_strided(self._images[strip.image_offset_bytes :], shape, strides))
+            yield Pairs(
+                self._pieces(strip, self._num_gpu_blocks),
+                as_strided(self._images[strip.image_offset_bytes :], shape, strides),
+            )
 
-    def _pieces(self, strip: Strip) -> Bytes:
-        shape, strides = (self._num_gpu_blocks, *strip.shape), (strip.block_stride_bytes, *strip.strides)
+    def _pieces(self, strip: Strip, num_blocks: int) -> Bytes:
+        shape, strides = (num_blocks, *strip.shape), (strip.block_stride_bytes, *strip.strides)
         return as_strided(self._segments[strip.segment][strip.offset_bytes :], shape, strides)
 
     def copy(
@@ -123,14 +128,54 @@ class CpuDevice(Device):
 
         crew.run([partial(_copy, pairs, part) for _, pairs in steps for part in parts], on_done)
 
-    def _copy_leading(self, route: Route, num_tokens: int | None) -> int:
+    def copy_units(
+        self, row: int, source_ids: Int32Array, destination_ids: Int32Array, num_tokens: int | None = None
+    ) -> int:
+        check_unit_ids(self._layout, row, source_ids, destination_ids)
+        return len(source_ids) * self._copy_leading(Route(source_ids, destination_ids), num_tokens, row)
+
+    def _copy_leading(self, route: Route, num_tokens: int | None, row: int = 0) -> int:
         """Copy whole blocks, or their first tokens, within the GPU. Returns the bytes of one block that were copied."""
-        num_bytes = 0
-        for strip in leading_strips(self._layout, self._places, num_tokens):
-            pieces = self._pieces(strip)
+        num_bytes, num_blocks = 0, self._layout.num_units[row - 1] if row else self._num_gpu_blocks
+        for strip in leading_strips(self._layout, self._places, num_tokens, row):
+            pieces = self._pieces(strip, num_blocks)
             copy_pieces(Pairs(pieces, pieces), route)
             num_bytes += strip.num_bytes
         return num_bytes
+
+    def move_image(self, kind: TaskKind, image: CheckpointImage, on_layer: Callable[[int], None]) -> ImageMove:
+        steps = self._map.steps(image)
+        for step in steps:
+            self._move(step, is_load=kind is TaskKind.SWAP_IN, crew=self._crews.get(kind.lane))
+            on_layer(step.num_layers)
+            if step is not steps[-1]:
+                yield
+        return self._map.num_bytes(image)
+
+    def _move(self, step: ImageStep, *, is_load: bool, crew: Crew | None) -> None:
+        if crew is None or sum(pieces.total_bytes for pieces in step.pieces) <= _SHARED_BYTES:
+            self._move_each(step.pieces, is_load)
+            return
+        jobs, batch, num_bytes = [], list[UnitPieces](), 0
+        for pieces in step.pieces:
+            batch.append(pieces)
+            num_bytes += pieces.total_bytes
+            if num_bytes >= _JOB_BYTES:
+                jobs.append(partial(self._move_each, batch, is_load))
+                batch, num_bytes = [], 0
+        crew.run([*jobs, partial(self._move_each, batch, is_load)])
+
+    def _move_each(self, several: Sequence[UnitPieces], is_load: bool) -> None:
+        for pieces in several:
+            begin, size, images = pieces.offset_bytes, pieces.num_bytes, self._images
+            segment, at = self._segments[pieces.segment], pieces.memory_bytes
+            for unit in pieces.units.tolist():
+                on_device, in_page = begin + unit * pieces.stride_bytes, slice(at, at + size)
+                if is_load:
+                    segment[on_device : on_device + size] = images[in_page]
+                else:
+                    images[in_page] = segment[on_device : on_device + size]
+                at += size
 
     def close(self) -> None:
         """Let the memory go."""

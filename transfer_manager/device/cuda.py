@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -15,9 +15,10 @@ import numpy as np
 from fastdeploy_cache.errors import DeviceError, LayoutError
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.codec import Int32Array
-from fastdeploy_cache.transfer_manager.device.base import DeviceSetup, check_ids
+from fastdeploy_cache.transfer_manager.device.base import DeviceSetup, check_ids, check_unit_ids
 from fastdeploy_cache.transfer_manager.device.copy_kernel import KERNEL_ALIGNMENT, CopyKernel, PieceTable
 from fastdeploy_cache.transfer_manager.device.cuda_driver import Addresses, Cuda
+from fastdeploy_cache.transfer_manager.device.images import CheckpointImage, ImageMap, ImageMove, ImageStep
 from fastdeploy_cache.transfer_manager.device.strips import Strip, leading_strips, load_steps, whole_step
 from fastdeploy_cache.transfer_manager.kv.layout import Places, RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, SegmentHandle
@@ -69,12 +70,14 @@ class CudaDevice:
         self._layout, self._cuda, self._bases, self._places = layout, cuda, tuple(bases), places
         self._images, self._num_gpu_blocks = images, num_gpu_blocks
         self._load, self._store = load_steps(layout, places), whole_step(layout, places)
+        self._map = ImageMap(layout, places, len(images))
         self._pinned = cuda.pin(images.ctypes.data, images.nbytes, layout.block_bytes) if images.nbytes else []
         self._streams = {lane: cuda.new_stream() for lane in Lane}
         self._events = {lane: [cuda.new_event() for _ in self._load] for lane in Lane}
         self._kernel = _kernel_or_none(cuda) if kernel != "never" else None
         self._tables = {lane: PieceTable(self._kernel) for lane in Lane} if self._kernel is not None else {}
         sizes = {strip.row_bytes for step in (*self._load, *self._store) for strip in step.strips}
+        sizes |= {part.num_bytes for each in layout.layers if each.row for part in each.parts}
         self._by_kernel = {size for size in sizes if self._goes_by_kernel(size, kernel)}
 
     @property
@@ -91,18 +94,56 @@ class CudaDevice:
         num_tokens: int | None = None,
     ) -> int:
         check_ids(kind, source_ids, destination_ids, self._num_gpu_blocks, len(self._images))
-        try:
+        with self._quiet_at_failure(kind.lane):
             if kind is TaskKind.COPY:
                 num_bytes = self._copy_leading(source_ids, destination_ids, num_tokens)
                 on_layer(self._layout.num_layers)
                 return len(source_ids) * num_bytes
             self._swap(kind, source_ids, destination_ids, on_layer)
-        except BaseException:
-            # what was started may still be writing: only when it has ended may the blocks be given out again
-            if not self._cuda.is_lost:
-                self._cuda.call("cuStreamSynchronize", self._streams[kind.lane])
-            raise
         return len(source_ids) * self._layout.block_bytes
+
+    def copy_units(
+        self, row: int, source_ids: Int32Array, destination_ids: Int32Array, num_tokens: int | None = None
+    ) -> int:
+        check_unit_ids(self._layout, row, source_ids, destination_ids)
+        with self._quiet_at_failure(Lane.IN):
+            return len(source_ids) * self._copy_leading(source_ids, destination_ids, num_tokens, row)
+
+    def move_image(self, kind: TaskKind, image: CheckpointImage, on_layer: Callable[[int], None]) -> ImageMove:
+        steps, event = self._map.steps(image), self._events[kind.lane][0]
+        for step in steps:
+            with self._quiet_at_failure(kind.lane):
+                for on_gpu, in_pages, num_bytes in self._addresses_of(step):
+                    to, source = (on_gpu, in_pages) if kind is TaskKind.SWAP_IN else (in_pages, on_gpu)
+                    self._start(kind.lane, to, source, num_bytes)
+                self._cuda.call("cuEventRecord", event, self._streams[kind.lane])
+                self._cuda.call("cuEventSynchronize", event)
+            on_layer(step.num_layers)
+            if step is not steps[-1]:
+                yield
+        return self._map.num_bytes(image)
+
+    def _addresses_of(self, step: ImageStep) -> Iterator[tuple[Addresses, Addresses, int]]:
+        """Where its pieces are on the GPU and in the pages, those of one size together."""
+        by_size: dict[int, list[tuple[Addresses, Addresses]]] = {}
+        for pieces in step.pieces:
+            first, size = self._bases[pieces.segment] + pieces.offset_bytes, pieces.num_bytes
+            on_gpu = _addresses(first, pieces.units, pieces.stride_bytes, (size,), ())
+            in_pages = self._images.ctypes.data + pieces.memory_bytes + size * np.arange(len(on_gpu), dtype=np.uint64)
+            by_size.setdefault(size, []).append((on_gpu, in_pages.astype(np.uint64)))
+        for size, several in by_size.items():
+            on_gpu, in_pages = (np.concatenate(each) for each in zip(*several, strict=True))
+            yield on_gpu, in_pages, size
+
+    @contextlib.contextmanager
+    def _quiet_at_failure(self, lane: Lane) -> Iterator[None]:
+        """What was started may still be writing: only when it has ended may the blocks be given out again."""
+        try:
+            yield
+        except BaseException:
+            if not self._cuda.is_lost:
+                self._cuda.call("cuStreamSynchronize", self._streams[lane])
+            raise
 
     def _swap(
         self, kind: TaskKind, source_ids: Int32Array, destination_ids: Int32Array, on_layer: Callable[[int], None]
@@ -134,10 +175,10 @@ class CudaDevice:
         copier = self._tables[lane] if by_kernel else self._cuda
         copier.copy_pieces(to, source, num_bytes, self._streams[lane])
 
-    def _copy_leading(self, sources: Int32Array, destinations: Int32Array, num_tokens: int | None) -> int:
+    def _copy_leading(self, sources: Int32Array, destinations: Int32Array, num_tokens: int | None, row: int = 0) -> int:
         """Copy whole blocks, or their first tokens, within the GPU. Returns the bytes of one block that were copied."""
         moved, stream = 0, self._streams[Lane.IN]
-        for strip in leading_strips(self._layout, self._places, num_tokens):
+        for strip in leading_strips(self._layout, self._places, num_tokens, row):
             to, source = self._on_gpu(strip, destinations), self._on_gpu(strip, sources)
             self._cuda.copy_pieces(to, source, strip.row_bytes, stream)
             moved += strip.num_bytes

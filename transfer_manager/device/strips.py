@@ -73,11 +73,12 @@ def whole_step(layout: RankLayout, places: Places) -> tuple[Step, ...]:
     return (_step(layout, places, 0, layout.num_layers),)
 
 
-def leading_strips(layout: RankLayout, places: Places, num_tokens: int | None) -> list[Strip]:
-    """The strips of the first `num_tokens` tokens of each block, or of all, in every layer and part, without images."""
+def leading_strips(layout: RankLayout, places: Places, num_tokens: int | None, row: int = 0) -> list[Strip]:
+    """The strips of the first `num_tokens` tokens of each block, or of all, in every layer and part of a row, without
+    images."""
     strips = []
     for layer, in_layer in enumerate(places):
-        if layout.row_of(layer):
+        if layout.row_of(layer) != row:
             continue
         for part, place in zip(layout.parts_of(layer), in_layer, strict=True):
             stripe = part.num_bytes // part.num_stripes

@@ -292,11 +292,11 @@ class RankLayout:
         return memory_bytes // self.block_bytes
 
     def image_offset_bytes(self, layer: int, part: int) -> int:
-        """Where a part of a layer of the full row begins inside a block's image."""
+        """Where a part of a layer begins inside the image of one block, or of one unit of the layer's row."""
         above = layer * self.layer_bytes
         if self.layers:
-            full = (each for each in self.layers[:layer] if not each.row)
-            above = sum(p.num_bytes for each in full for p in each.parts)
+            same = (each for each in self.layers[:layer] if each.row == self.layers[layer].row)
+            above = sum(p.num_bytes for each in same for p in each.parts)
         return above + sum(p.num_bytes for p in self.parts_of(layer)[:part])
 
     def place(self, layer: int, part: int, num_gpu_blocks: int) -> Place:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from fastdeploy_cache.transfer_manager.task import Lane, RankResult, TransferResult, TransferTask
@@ -48,14 +49,20 @@ class Flights:
         """What a rank has not answered, the oldest first."""
         return [flight for flight in self._flights.values() if rank in flight.waiting]
 
-    def working_on(self, rank: int) -> set[int]:
-        """The tasks that a rank may have begun: the oldest of each lane."""
+    def working_on(self, rank: int, is_at: Callable[[Lane, int], bool]) -> set[int]:
+        """The tasks that a rank may have begun: of each lane the one that it says that it `is_at`, or the oldest."""
         # Not all that it owes: what stood behind the oldest when the process died was never begun. To call that tried
-        # would count failures of a store, say, that nobody has asked.
+        # would count failures of a store, say, that nobody has asked. And not the oldest alone: another one may have
+        # been taken between two steps of it. It may have died before it said so.
         oldest: dict[Lane, int] = {}
         for flight in self.of_rank(rank):
             oldest.setdefault(flight.task.kind.lane, flight.task.task_id)
-        return set(oldest.values())
+        return {self.at_work(rank, lane, is_at) or task_id for lane, task_id in oldest.items()}
+
+    def at_work(self, rank: int, lane: Lane, is_at: Callable[[Lane, int], bool]) -> int | None:
+        """What a rank owes and says that it `is_at` in a lane."""
+        owed = (flight.task for flight in self.of_rank(rank) if flight.task.kind.lane is lane)
+        return next((task.task_id for task in owed if is_at(lane, task.task_id)), None)
 
     def all(self) -> list[Flight]:
         """Everything in flight."""
@@ -67,6 +74,10 @@ class Flights:
         flights = list(self._flights.values())
         if not self._in_order:
             flights.sort(key=lambda flight: flight.task.deadline)
+        elif any(flight.task.units for flight in flights):
+            # Others are taken between the steps of a checkpoint, and it ends late at the next one: so it is stuck only
+            # where no other is, or behind the one that stands before it.
+            flights.sort(key=lambda flight: flight.task.deadline if flight.task.units else -math.inf)
         for flight in flights:
             lane = flight.task.kind.lane
             for rank in flight.waiting:

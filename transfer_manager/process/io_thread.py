@@ -235,8 +235,10 @@ class ProcessIO:
         self.tasks.fail(flight, rank.rank, error, was_tried=was_tried)
 
     def _kill_stuck(self, now: float) -> None:
-        for (rank, _), (at, task_id) in self.tasks.flights.stuck_at().items():
+        flights = self.tasks.flights
+        for (rank, lane), (at, owed) in flights.stuck_at().items():
             if now >= at:
+                task_id = flights.at_work(rank, lane, self.ranks[rank].is_at) or owed
                 # The first one stays blamed: until the rank is reaped, those behind it pass their deadlines, too, and
                 # the rank has never begun them.
                 self._stuck.setdefault(rank, task_id)
@@ -262,7 +264,7 @@ class ProcessIO:
     def _note_death(self, rank: RankSupervisor, *, is_blamed: bool) -> None:
         failure, flights = rank.last_failure, self.tasks.flights
         stuck = self._stuck.pop(rank.rank, None)
-        tried = {stuck} if stuck is not None else flights.working_on(rank.rank)
+        tried = {stuck} if stuck is not None else flights.working_on(rank.rank, rank.is_at)
         for flight in flights.of_rank(rank.rank):
             self._fail(flight, rank, failure.splitlines()[0], was_tried=flight.task.task_id in tried)
         self._owner.note_death(rank.rank, failure, is_blamed=is_blamed)

@@ -127,7 +127,11 @@ class RankSupervisor:
     @property
     def num_busy_lanes(self) -> int:
         """Lanes of the present process that work on a task."""
-        return self._signal.num_tasks_in_flight if self.phase is Phase.READY else 0
+        return self._signal.num_busy_lanes if self.phase is Phase.READY else 0
+
+    def is_at(self, lane: Lane, task_id: int) -> bool:
+        """Whether a lane of the process works on this task, or did when it died."""
+        return self._signal.is_at(lane, task_id)
 
     def launch(self, now: float) -> None:
         """Start the next incarnation on a fresh queue; a failure to spawn counts as a death, but for a shortage."""

@@ -6,11 +6,13 @@ from enum import IntEnum
 
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.ipc.shared_signal import SharedSignal
+from fastdeploy_cache.transfer_manager.task import Lane
 
 NUM_SLOTS = 512  # loads whose progress is remembered, and tasks whose cancelling is; more than can be in flight
 _LAYER_BITS = 12
 _FAILED = 2**_LAYER_BITS - 1
 _TASK_MASK = 2 ** (32 - _LAYER_BITS) - 1
+_WORD = 2**32 - 1
 
 
 class RankState(IntEnum):
@@ -24,7 +26,7 @@ class RankState(IntEnum):
 class _Word(IntEnum):
     STATE = 0
     HEARTBEAT = 1
-    TASKS_IN_FLIGHT = 2  # one for each lane
+    AT_WORK = 2  # one for each lane
     PROGRESS = 4  # a slot for each of the last loads: written by the rank, and by the engine once the rank is reaped
     CANCELLED = 4 + NUM_SLOTS  # a slot for each of the last tasks: written by the engine
 
@@ -67,13 +69,17 @@ class RankSignal:
         self._signal.store(_Word.HEARTBEAT, self.heartbeat + 1)
 
     @property
-    def num_tasks_in_flight(self) -> int:
-        """Tasks taken from the queue and not yet answered."""
-        return self._signal.get(_Word.TASKS_IN_FLIGHT) + self._signal.get(_Word.TASKS_IN_FLIGHT + 1)
+    def num_busy_lanes(self) -> int:
+        """Lanes that have taken a task from the queue and not yet answered it."""
+        return sum(self._signal.get(_Word.AT_WORK + lane) != 0 for lane in Lane)
 
-    def set_busy(self, lane: int, busy: bool) -> None:
-        """Say whether a lane works on a task."""
-        self._signal.store(_Word.TASKS_IN_FLIGHT + lane, int(busy))
+    def set_busy(self, lane: int, task_id: int | None) -> None:
+        """Say which task a lane works on."""
+        self._signal.store(_Word.AT_WORK + lane, 0 if task_id is None else task_id + 1)
+
+    def is_at(self, lane: int, task_id: int) -> bool:
+        """Whether a lane works on this very task; or did, when the rank died."""
+        return self._signal.get(_Word.AT_WORK + lane) == (task_id + 1) & _WORD
 
     # -- loads, layer by layer
 
@@ -118,4 +124,4 @@ class RankSignal:
 
     def is_cancelled(self, task_id: int) -> bool:
         """Rank: whether to leave this task out."""
-        return self._signal.get(_Word.CANCELLED + task_id % NUM_SLOTS) == (task_id + 1) & (2**32 - 1)
+        return self._signal.get(_Word.CANCELLED + task_id % NUM_SLOTS) == (task_id + 1) & _WORD

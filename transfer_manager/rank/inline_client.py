@@ -11,7 +11,9 @@ from fastdeploy_cache.errors import DeviceError, LayoutError
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.client import OnResult
+from fastdeploy_cache.transfer_manager.device.base import copy_task
 from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
+from fastdeploy_cache.transfer_manager.device.images import ImageMove
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory, KVViews
 from fastdeploy_cache.transfer_manager.kv.tensors import local_segments
@@ -23,6 +25,14 @@ from fastdeploy_cache.transfer_manager.rank.transfer_client import (
     ignore_kv_lost,
 )
 from fastdeploy_cache.transfer_manager.task import RankResult, TaskKind, TransferResult, TransferTask
+
+
+def _all_of(steps: ImageMove) -> int:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return int(end.value)
 
 
 class InlineClient(TransferClient):
@@ -74,9 +84,8 @@ class InlineClient(TransferClient):
             error = "the client has stopped"
         elif device is not None:
             try:
-                num_bytes = device.copy(
-                    task.kind, task.source_ids, task.destination_ids, lambda _: None, task.num_tokens
-                )
+                done = copy_task(device, task, lambda _: None)
+                num_bytes = done if isinstance(done, int) else _all_of(done)
             except DeviceError as failure:
                 error = f"{type(failure).__name__}: {failure}"
         elif self._layout is not None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from fastdeploy_cache.transfer_manager.device import open_device
+from fastdeploy_cache.transfer_manager.device.base import copy_task
+from fastdeploy_cache.transfer_manager.device.images import ImageMove
 from fastdeploy_cache.transfer_manager.kv.memory import open_cpu_blocks
-from fastdeploy_cache.transfer_manager.process.lanes import LaneServer, Moved
+from fastdeploy_cache.transfer_manager.process.lane_task import Moved, Steps
+from fastdeploy_cache.transfer_manager.process.lanes import LaneServer
 from fastdeploy_cache.transfer_manager.process.main import serve_process
 from fastdeploy_cache.transfer_manager.process.words import RankSignal
 from fastdeploy_cache.transfer_manager.rank.setup import RankSetup
@@ -12,7 +15,7 @@ from fastdeploy_cache.transfer_manager.task import TransferTask
 
 
 class CopyExecutor:
-    """See `process.lanes.Executor`. CPU blocks, and KV arrays of others, are never initialised here."""
+    """See `process.lane_task.Executor`. CPU blocks, and KV arrays of others, are never initialised here."""
 
     def __init__(self, setup: RankSetup, signal: RankSignal) -> None:
         """Attach to the engine's segments.
@@ -35,13 +38,17 @@ class CopyExecutor:
     def bind_thread(self) -> None:
         self._opened.device.bind_thread()
 
-    def do(self, task: TransferTask) -> Moved:
+    def do(self, task: TransferTask) -> Moved | Steps:
         def on_layer(num_layers: int) -> None:
             if task.kind.shows_layers:
                 self._signal.set_layers_done(task.task_id, num_layers)
 
-        device = self._opened.device
-        return Moved(device.copy(task.kind, task.source_ids, task.destination_ids, on_layer, task.num_tokens))
+        done = copy_task(self._opened.device, task, on_layer)
+        return Moved(done) if isinstance(done, int) else self._steps(done)
+
+    @staticmethod
+    def _steps(moving: ImageMove) -> Steps:
+        return Moved((yield from moving))
 
     def close(self) -> None:
         self._opened.device.close()

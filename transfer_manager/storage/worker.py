@@ -17,7 +17,8 @@ from fastdeploy_cache.errors import StorageError, StorageGoneError
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.codec import Int32Array, encode
 from fastdeploy_cache.transfer_manager.kv.memory import open_cpu_blocks
-from fastdeploy_cache.transfer_manager.process.lanes import LaneServer, Moved
+from fastdeploy_cache.transfer_manager.process.lane_task import Moved
+from fastdeploy_cache.transfer_manager.process.lanes import LaneServer
 from fastdeploy_cache.transfer_manager.process.main import serve_process
 from fastdeploy_cache.transfer_manager.storage import open_storage
 from fastdeploy_cache.transfer_manager.storage.base import Blocks
@@ -30,7 +31,7 @@ _HASH_BYTES = 32
 
 
 class StorageExecutor:
-    """See `process.lanes.Executor`."""
+    """See `process.lane_task.Executor`."""
 
     def __init__(self, setup: StorageSetup) -> None:
         """Open the store over the rank's CPU blocks.
