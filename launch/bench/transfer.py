@@ -96,21 +96,23 @@ class Ranks:
         """`config` has `num_ranks` ranks; without it they are on the CPU device, and have the engine's arrays."""
         config = config or TransferConfig(tp_size=num_ranks)
         self.client = RankClient(config, layout, num_gpu_blocks, num_cpu_blocks)
-        self._ended = threading.Event()
-        self._error: str | None = None
+        self._changed = threading.Condition()
+        self._ended: dict[int, str | None] = {}  # tasks that nobody has waited for: their errors
         self._task_ids, self._rng = itertools.count(1), np.random.default_rng(1)
         started = time.perf_counter()
         self.client.start(self._on_result)
         self.start_seconds = time.perf_counter() - started
 
     def _on_result(self, result: TransferResult) -> None:
-        self._error = result.error
-        self._ended.set()
+        with self._changed:
+            self._ended[result.task.task_id] = result.error
+            self._changed.notify_all()
 
-    def start_task(self, kind: TaskKind, gpu: Sequence[int], cpu: Sequence[int]) -> int:
-        """Submit; its id."""
+    def start_task(
+        self, kind: TaskKind, gpu: Sequence[int], cpu: Sequence[int], units: Sequence[Sequence[int]] = ()
+    ) -> int:
+        """Submit; its id. With `units` it is of a checkpoint."""
         sources, destinations = (cpu, gpu) if kind is TaskKind.SWAP_IN else (gpu, cpu)
-        self._ended.clear()
         task_id = next(self._task_ids)
         self.client.submit(
             TransferTask(
@@ -119,20 +121,23 @@ class Ranks:
                 source_ids=np.asarray(sources, np.int32),
                 destination_ids=np.asarray(destinations, np.int32),
                 deadline=time.monotonic() + _WAIT_SECONDS,
+                units=tuple(np.asarray(ids, np.int32) for ids in units),
             )
         )
         return task_id
 
-    def wait(self) -> None:
+    def wait(self, task_id: int) -> None:
         """Wait until the task has ended. Raises `RuntimeError` if it failed."""
-        if not self._ended.wait(_WAIT_SECONDS) or self._error is not None:
-            raise RuntimeError(f"a benchmark task failed: {self._error or 'no answer'}")
+        with self._changed:
+            has_ended = self._changed.wait_for(lambda: task_id in self._ended, _WAIT_SECONDS)
+            error = self._ended.pop(task_id) if has_ended else "no answer"
+        if error is not None:
+            raise RuntimeError(f"a benchmark task failed: {error}")
 
-    def run(self, kind: TaskKind, gpu: Sequence[int], cpu: Sequence[int]) -> float:
+    def run(self, kind: TaskKind, gpu: Sequence[int], cpu: Sequence[int], units: Sequence[Sequence[int]] = ()) -> float:
         """Seconds from submission to the last rank's answer."""
         started = time.perf_counter()
-        self.start_task(kind, gpu, cpu)
-        self.wait()
+        self.wait(self.start_task(kind, gpu, cpu, units))
         return time.perf_counter() - started
 
     def rounds(
@@ -227,7 +232,7 @@ def first_and_last_layer(num_blocks: int, repeats: int) -> dict[str, float]:
             for layer in (0, layout.num_layers - 1):
                 assert progress is not None and progress.wait_layer((load,), layer, _WAIT_SECONDS)
                 row.append(time.perf_counter() - started)
-            ranks.wait()
+            ranks.wait(load)
             times.append(row)
     first, last = (statistics.median(column) for column in zip(*times[1:], strict=True))
     return {"first layer": first, "last layer": last}

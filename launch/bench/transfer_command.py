@@ -14,6 +14,14 @@ import numpy as np
 
 from fastdeploy_cache.ipc.codec import encode
 from fastdeploy_cache.launch.bench import ping_pong
+from fastdeploy_cache.launch.bench.image_transfer import (
+    IMAGE_CASES,
+    PROMISED,
+    ImageCase,
+    delay_behind_an_image,
+    fits,
+    image_speeds,
+)
 from fastdeploy_cache.launch.bench.report import Figure, Report, at_least, at_most
 from fastdeploy_cache.launch.bench.transfer import (
     CASES,
@@ -31,6 +39,7 @@ from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 _GIB = 2**30
 _MAX_PROMISED_RANKS = 2  # more ranks than cores share them with the plain copies' threads
 _COUNTS = (1, 16, 256, 2048)
+_MOST_DELAY = 1.5  # the engine, which sends it, has to share two cores with the threads that copy
 _SMALL = KVLayout(num_layers=4, num_kv_heads=4, head_dim=64)
 
 
@@ -47,6 +56,9 @@ def bench_transfer(json_file: Path | None, repeats: int, memory_bytes: int, idle
         report.facts["round_trip_us"] = _run_round_trips(report, max(50, 100 * repeats))
         report.facts["ranks"] = _run_life(report, idle_seconds)
         report.facts["load"] = _run_layers(report, memory_bytes // (8 * 2**20), repeats)
+        images = [case for case in IMAGE_CASES if fits(case, 4 * memory_bytes)] or [IMAGE_CASES[0]]
+        report.facts["checkpoints"] = _run_images(report, images, repeats)
+        report.facts["delay"] = _run_delay(report, images[-1], repeats)
         return report.end()
 
 
@@ -127,3 +139,33 @@ def _run_layers(report: Report, num_blocks: int, repeats: int) -> dict[str, floa
     figures = (Figure(f"{layer} is in after", seconds * 1e3, "ms") for layer, seconds in times.items())
     report.line(f"Load of {num_blocks} blocks of an 8B model, 32 layers", *figures)
     return times
+
+
+def _run_images(report: Report, cases: list[ImageCase], repeats: int) -> list[dict[str, Any]]:
+    rows, lines = list[dict[str, Any]](), dict[str, list[Figure]]()
+    for case in cases:
+        speeds = image_speeds(case, repeats)
+        name = f"{case.name}, {speeds.num_bytes / 2**20:.1f} MiB"
+        ways = {"out": (speeds.image_out, speeds.blocks_out), "in": (speeds.image_in, speeds.blocks_in)}
+        lines[name] = []
+        for way, (image, blocks) in ways.items():
+            beside = Figure(f"blocks {way}", blocks / _GIB, "GiB/s")
+            promise = at_least(f"checkpoint {way}, {case.name}: of full blocks", PROMISED)
+            lines[name] += [beside, Figure(way, image / _GIB, "GiB/s", beside, promise)]
+        rows.append({"case": case.name, **speeds._asdict()})
+    about = "one rank, from submission to answer; beside it full blocks of as many bytes, scattered like it"
+    report.table("Checkpoints", lines, about=about, label="model")
+    return rows
+
+
+def _run_delay(report: Report, case: ImageCase, repeats: int) -> dict[str, float]:
+    delay = delay_behind_an_image(case, repeats)
+    bound = Figure("alone, and a step of the checkpoint", (delay.alone + delay.step) * 1e3, "ms")
+    promise = at_most("a small load behind a checkpoint: of itself and a step", _MOST_DELAY)
+    figures = (Figure("alone", delay.alone * 1e3, "ms"), bound)
+    report.line(
+        f"A small load just behind the load of a checkpoint of {case.name}",
+        *figures,
+        Figure("behind", delay.behind * 1e3, "ms", bound, promise),
+    )
+    return delay._asdict()

@@ -18,7 +18,7 @@ from fastdeploy_cache.transfer_manager.device.images import CheckpointImage
 from fastdeploy_cache.transfer_manager.kv.groups import KVGroup, StatePart
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
 from fastdeploy_cache.transfer_manager.task import TaskKind
-from tests.contracts.test_device import DEVICES
+from tests.rigs.devices import DEVICES
 from tests.rigs.hybrid_models import SMALL
 from tests.rigs.hybrid_requests import BOTH
 
@@ -138,6 +138,8 @@ def test_an_image_is_packed_and_comes_back(
     monkeypatch.setattr(images, "STEP_BYTES", step_bytes)
     rig = make(name)
     image, before = rig.image(rig.units()), rig.pages.copy()
+    plan = images.ImageMap(rig.layout, rig.layout.places(NUM_GPU), NUM_PAGES).steps(image)
+    assert all(step.pieces.num_bytes.sum() <= step_bytes for step in plan)
     wanted = rig.packed(image)
     assert rig.move(OUT, image)[0] == len(wanted)
     stored = rig.pages[image.pages].tobytes()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fastdeploy_cache.launch.bench.image_transfer import IMAGE_CASES
 from fastdeploy_cache.launch.bench.report import Figure, Report, at_least, at_most
 from fastdeploy_cache.launch.bench.transfer import CASES
 from tests.rigs.command_line import CLI
@@ -106,6 +107,31 @@ def test_round_trips_stand_beside_two_floors(tiny: Run) -> None:
     assert all(microseconds > 0 for microseconds in trips.values())
     (ratio,) = [entry["value"] for entry in tiny.found["reach"] if "ZeroMQ" in entry["name"]]
     assert ratio == pytest.approx(trips["empty swap, 1 rank"] / trips["ZeroMQ ping-pong"], abs=0.001)
+
+
+def test_checkpoints_stand_beside_full_blocks(tiny: Run) -> None:
+    """Of each model that fits in the memory: both ways, and the promised share is that of its own blocks."""
+    values = {entry["name"]: entry["value"] for entry in tiny.found["reach"]}
+    assert [row["case"] for row in tiny.found["checkpoints"]] == [IMAGE_CASES[0].name]
+    for row in tiny.found["checkpoints"]:
+        assert row["num_bytes"] == 3 * 2**20, "two blocks of 128 tokens in twelve layers"
+        for way in ("out", "in"):
+            name = f"checkpoint {way}, {row['case']}: of full blocks, at least"
+            assert values[name] == pytest.approx(row[f"image_{way}"] / row[f"blocks_{way}"], abs=0.001)
+
+
+def test_a_load_behind_a_checkpoint_is_told(tiny: Run) -> None:
+    """Alone, behind it, and a step of it; what is promised is the second over the sum of the others."""
+    delay = tiny.found["delay"]
+    (value,) = [entry["value"] for entry in tiny.found["reach"] if "behind a checkpoint" in entry["name"]]
+    assert all(seconds > 0 for seconds in delay.values())
+    assert value == pytest.approx(delay["behind"] / (delay["alone"] + delay["step"]), abs=0.001)
+
+
+def test_the_largest_image_goes_in_steps() -> None:
+    """The one with which the delay is measured by default: 416 MiB, in 26 steps or more of 16 MiB at most."""
+    layout = IMAGE_CASES[-1].layout.for_rank(1, 64)
+    assert layout.checkpoint_bytes == 416 * 2**20
 
 
 def test_machine_ranks_and_load_are_told(tiny: Run) -> None:

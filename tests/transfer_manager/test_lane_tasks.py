@@ -166,7 +166,7 @@ def test_a_late_image_ends_at_its_next_step(rig: Rig) -> None:
     assert rig.executor.done == [(1, 0), (1, 1), (1, 2)]
 
 
-def test_a_failing_step_is_the_images_failure(rig: Rig) -> None:
+def test_a_failing_step_is_the_images_failure(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """And the lane goes on with what comes behind it."""
 
     def fail(task_id: int, number: int) -> None:
@@ -179,6 +179,8 @@ def test_a_failing_step_is_the_images_failure(rig: Rig) -> None:
     answers = dict(zip(("small", "image"), rig.run(), strict=True))
     assert answers["image"].error == "ValueError: no more" and answers["image"].was_tried
     assert answers["small"].error is None and rig.ids == [2, 1]
+    assert "event=task_failed task_id=1" in caplog.text
+    caplog.clear()  # the traceback has the words' memory
 
 
 def test_blame_goes_by_what_the_rank_says() -> None:

@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import as_strided
 from fastdeploy_cache.ipc.codec import Int32Array
 from fastdeploy_cache.transfer_manager.crew import Crew
 from fastdeploy_cache.transfer_manager.device.base import Device, check_ids, check_unit_ids
-from fastdeploy_cache.transfer_manager.device.images import CheckpointImage, ImageMap, ImageMove, ImageStep, UnitPieces
+from fastdeploy_cache.transfer_manager.device.images import CheckpointImage, ImageMap, ImageMove, UnitPieces
 from fastdeploy_cache.transfer_manager.device.pieces import Bytes, Pairs, Route, copy_pieces
 from fastdeploy_cache.transfer_manager.device.strips import Step, Strip, leading_strips, load_steps, whole_step
 from fastdeploy_cache.transfer_manager.kv.layout import Places, RankLayout
@@ -146,36 +146,25 @@ class CpuDevice(Device):
     def move_image(self, kind: TaskKind, image: CheckpointImage, on_layer: Callable[[int], None]) -> ImageMove:
         steps = self._map.steps(image)
         for step in steps:
-            self._move(step, is_load=kind is TaskKind.SWAP_IN, crew=self._crews.get(kind.lane))
+            self._move(step.pieces, is_load=kind is TaskKind.SWAP_IN, crew=self._crews.get(kind.lane))
             on_layer(step.num_layers)
             if step is not steps[-1]:
                 yield
         return self._map.num_bytes(image)
 
-    def _move(self, step: ImageStep, *, is_load: bool, crew: Crew | None) -> None:
-        if crew is None or sum(pieces.total_bytes for pieces in step.pieces) <= _SHARED_BYTES:
-            self._move_each(step.pieces, is_load)
-            return
-        jobs, batch, num_bytes = [], list[UnitPieces](), 0
-        for pieces in step.pieces:
-            batch.append(pieces)
-            num_bytes += pieces.total_bytes
-            if num_bytes >= _JOB_BYTES:
-                jobs.append(partial(self._move_each, batch, is_load))
-                batch, num_bytes = [], 0
-        crew.run([*jobs, partial(self._move_each, batch, is_load)])
+    def _move(self, pieces: UnitPieces, *, is_load: bool, crew: Crew | None) -> None:
+        if crew is None or pieces.num_bytes.sum() <= _SHARED_BYTES:
+            self._move_each(pieces, is_load)
+        else:
+            crew.run([partial(self._move_each, share, is_load) for share in pieces.shares(_JOB_BYTES)])
 
-    def _move_each(self, several: Sequence[UnitPieces], is_load: bool) -> None:
-        for pieces in several:
-            begin, size, images = pieces.offset_bytes, pieces.num_bytes, self._images
-            segment, at = self._segments[pieces.segment], pieces.memory_bytes
-            for unit in pieces.units.tolist():
-                on_device, in_page = begin + unit * pieces.stride_bytes, slice(at, at + size)
-                if is_load:
-                    segment[on_device : on_device + size] = images[in_page]
-                else:
-                    images[in_page] = segment[on_device : on_device + size]
-                at += size
+    def _move_each(self, pieces: UnitPieces, is_load: bool) -> None:
+        images, segments = self._images, self._segments
+        for segment, begin, at, size in zip(*(column.tolist() for column in pieces), strict=True):
+            if is_load:
+                segments[segment][begin : begin + size] = images[at : at + size]
+            else:
+                images[at : at + size] = segments[segment][begin : begin + size]
 
     def close(self) -> None:
         """Let the memory go."""

@@ -125,15 +125,12 @@ class CudaDevice:
 
     def _addresses_of(self, step: ImageStep) -> Iterator[tuple[Addresses, Addresses, int]]:
         """Where its pieces are on the GPU and in the pages, those of one size together."""
-        by_size: dict[int, list[tuple[Addresses, Addresses]]] = {}
-        for pieces in step.pieces:
-            first, size = self._bases[pieces.segment] + pieces.offset_bytes, pieces.num_bytes
-            on_gpu = _addresses(first, pieces.units, pieces.stride_bytes, (size,), ())
-            in_pages = self._images.ctypes.data + pieces.memory_bytes + size * np.arange(len(on_gpu), dtype=np.uint64)
-            by_size.setdefault(size, []).append((on_gpu, in_pages.astype(np.uint64)))
-        for size, several in by_size.items():
-            on_gpu, in_pages = (np.concatenate(each) for each in zip(*several, strict=True))
-            yield on_gpu, in_pages, size
+        pieces, bases = step.pieces, np.array(self._bases, np.uint64)
+        on_gpu = bases[pieces.segments] + pieces.device_bytes.astype(np.uint64)
+        in_pages = np.uint64(self._images.ctypes.data) + pieces.memory_bytes.astype(np.uint64)
+        for size in np.unique(pieces.num_bytes).tolist():
+            those = pieces.num_bytes == size
+            yield on_gpu[those], in_pages[those], size
 
     @contextlib.contextmanager
     def _quiet_at_failure(self, lane: Lane) -> Iterator[None]:
