@@ -12,12 +12,13 @@ import numpy as np
 from fastdeploy_cache.errors import DeviceError, LaunchError
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.launch.gpu.gpu_memory import GpuMemory, expect_equal, noise
-from fastdeploy_cache.launch.gpu.layouts import ID_PAIRS, LAYOUTS, NUM_CPU_BLOCKS, NUM_GPU_BLOCKS
+from fastdeploy_cache.launch.gpu.layouts import HYBRID_LAYOUTS, ID_PAIRS, LAYOUTS, NUM_CPU_BLOCKS, NUM_GPU_BLOCKS
 from fastdeploy_cache.launch.gpu.notes import GpuOptions, Notes
 from fastdeploy_cache.transfer_manager.device.copy_kernel import CopyKernel
 from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
 from fastdeploy_cache.transfer_manager.device.cuda import CudaDevice, KernelUse
 from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda
+from fastdeploy_cache.transfer_manager.device.images import CheckpointImage
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
@@ -53,9 +54,10 @@ def run(notes: Notes, options: GpuOptions) -> None:
             continue
         if way.kernel == "always" and not notes.check("the kernel is compiled", partial(_compile, cuda)):
             continue
-        for name in names:
-            what = f"{name}, by {way.name}"
-            notes.check(what, partial(_check_layout, LAYOUTS[name], cuda, way.kernel))
+        checks = {name: partial(_check_layout, LAYOUTS[name]) for name in names}
+        checks |= {f"checkpoints, {name}": partial(_check_images, each) for name, each in HYBRID_LAYOUTS.items()}
+        for name, check in checks.items():
+            notes.check(f"{name}, by {way.name}", partial(check, cuda, way.kernel))
             if cuda.is_lost:
                 notes.note(way.name, "the GPU is lost to this process; the rest is left out", outcome="wrong")
                 return
@@ -119,6 +121,27 @@ class _Twins:
             raise LaunchError(f"{what}: layers were told as {told}, of {self.layout.num_layers}")
         self.compare(what)
 
+    def move(self, kind: TaskKind, units: list[list[int]]) -> None:
+        """The same checkpoint on both sides, through pages that lie backwards and apart."""
+        ids = tuple(np.array(each, np.int32) for each in units)
+        num_bytes = sum(len(each) * self.layout.unit_bytes(row) for row, each in enumerate(ids, 1))
+        num_pages = -(-num_bytes // self.layout.block_bytes)
+        pages = np.array([(3 - 2 * number) % NUM_CPU_BLOCKS for number in range(num_pages)], np.int32)
+        for device in (self.twin, self.device):
+            told = list[int]()
+            for _ in device.move_image(kind, CheckpointImage(ids, pages), told.append):
+                pass
+            if told[-1] != self.layout.num_layers:
+                raise LaunchError(f"{kind.value} of {units}: layers were told as {told}, of {self.layout.num_layers}")
+        self.compare(f"{kind.value} of a checkpoint of units {units}")
+
+    def copy_units(self, row: int, num_tokens: int | None) -> None:
+        """The same copy within a row on both sides."""
+        sources, destinations = np.array([5, 0], np.int32), np.array([2, 6], np.int32)
+        for device in (self.twin, self.device):
+            device.copy_units(row, sources, destinations, num_tokens)
+        self.compare(f"a copy of units of row {row}, {num_tokens or 'all'} tokens")
+
     def compare(self, what: str) -> None:
         """Both tiers, whole: what was to be written, and what was not."""
         expect_equal(f"{what}: CPU blocks", self.images, self.images_twin)
@@ -155,6 +178,20 @@ def _check_layout(layout: RankLayout, cuda: Cuda, use: KernelUse) -> str:
         by_kernel = sorted(twins.device.kernel_piece_bytes)
     sizes = f"; by the kernel: pieces of {', '.join(map(str, by_kernel))} bytes" if by_kernel else ""
     return f"{num_copies + 1} copies{sizes}"
+
+
+def _check_images(layout: RankLayout, cuda: Cuda, use: KernelUse) -> str:
+    """Checkpoints of as many units of each row as one has, and of fewer; and copies within each row."""
+    whole = [[5, 1, 2, 6][: row.num_checkpoint_units] for row in layout.rows[1:]]
+    with _twins(layout, cuda, use) as twins:
+        for number, units in enumerate((whole, [whole[0][:1], *([] for _ in whole[1:])], [[], *whole[1:]])):
+            twins.fill(number)
+            twins.move(TaskKind.SWAP_OUT, units)
+            twins.move(TaskKind.SWAP_IN, [ids[::-1] for ids in units])
+        for row in range(1, len(layout.rows)):
+            for num_tokens in (None, 2):
+                twins.copy_units(row, num_tokens)
+    return "as by the processor"
 
 
 def _check_order(twins: _Twins) -> None:

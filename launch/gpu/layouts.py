@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from fastdeploy_cache.transfer_manager.kv.groups import KVGroup, StatePart
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
 from fastdeploy_cache.transfer_manager.kv.parts import STORAGE_DTYPES, KVPart
 
@@ -33,6 +36,32 @@ LAYOUTS["replicated head"] = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4).
 LAYOUTS["steps"] = KVLayout(num_layers=5, num_kv_heads=4, head_dim=1024, dtype="float32").for_rank(1, 8)
 LAYOUTS["uneven"] = RankLayout(num_layers=4, parts=_UNEVEN)
 LAYOUTS["one byte"] = RankLayout(num_layers=1, parts=(KVPart("latent", (1,), "uint8", None),))
+# of hybrid models: rows behind the full one, whose layers stand between its own
+NUM_UNITS = 7
+_STATE = KVGroup(
+    kind="state", layers=(0, 5), parts=(StatePart(name="a", shape=(13,)), StatePart(name="b", shape=(2, 20)))
+)
+_WINDOW = KVGroup(kind="window", reach_tokens=9, layers=(3,), head_dim=6)
+_CHUNK = KVGroup(kind="chunk", reach_tokens=16, layers=(2,))
+_HYBRID: dict[str, dict[str, object]] = {
+    "a state and a window": {"groups": (KVGroup(kind="full", layers=(1, 2, 4)), _STATE, _WINDOW)},
+    "every kind of row": {"groups": (KVGroup(kind="full", layers=(1, 4)), _WINDOW, _STATE, _CHUNK)},
+    "uneven": {
+        "dtype": "int8",
+        "scale_dtype": "float16",
+        "heads_first": True,
+        "num_extra_layers": 1,
+        "groups": (_STATE, KVGroup(kind="full", layers=(1, 4)), _CHUNK, _WINDOW),
+    },
+}
+
+
+def _hybrid(fields: dict[str, object]) -> RankLayout:
+    layout = KVLayout(**({"num_layers": 6, "num_kv_heads": 2, "head_dim": 4} | fields)).for_rank(1, 4)  # type: ignore[arg-type]
+    return dataclasses.replace(layout, num_units=(NUM_UNITS,) * (len(layout.rows) - 1))
+
+
+HYBRID_LAYOUTS = {name: _hybrid(fields) for name, fields in _HYBRID.items()}
 # (device ids, CPU ids): neighbours, permutations, strides, backwards, one, none, all
 ID_PAIRS: list[tuple[list[int], list[int]]] = [
     ([0, 1, 2, 3], [4, 5, 6, 7]),

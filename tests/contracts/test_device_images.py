@@ -10,42 +10,17 @@ import pytest
 
 from fastdeploy_cache.errors import DeviceError
 from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.launch.gpu.layouts import HYBRID_LAYOUTS, NUM_UNITS
 from fastdeploy_cache.launch.gpu.layouts import NUM_CPU_BLOCKS as NUM_PAGES
 from fastdeploy_cache.launch.gpu.layouts import NUM_GPU_BLOCKS as NUM_GPU
 from fastdeploy_cache.transfer_manager.device import images
 from fastdeploy_cache.transfer_manager.device.base import Device
 from fastdeploy_cache.transfer_manager.device.images import CheckpointImage
-from fastdeploy_cache.transfer_manager.kv.groups import KVGroup, StatePart
-from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.devices import DEVICES
-from tests.rigs.hybrid_models import SMALL
-from tests.rigs.hybrid_requests import BOTH
 
 OUT, IN = TaskKind.SWAP_OUT, TaskKind.SWAP_IN
-FULL, CHUNK = KVGroup(kind="full", layers=(1, 4)), KVGroup(kind="chunk", reach_tokens=16, layers=(2,))
-UNEVEN_STATE = KVGroup(
-    kind="state", layers=(0, 5), parts=(StatePart(name="a", shape=(13,)), StatePart(name="b", shape=(2, 20)))
-)
-UNEVEN = KVLayout(
-    num_layers=6,
-    num_kv_heads=2,
-    head_dim=4,
-    dtype="int8",
-    scale_dtype="float16",
-    heads_first=True,
-    num_extra_layers=1,
-    groups=(UNEVEN_STATE, FULL, CHUNK, KVGroup(kind="window", reach_tokens=9, layers=(3,), head_dim=6)),
-)
-NUM_UNITS = 7
-LAYOUTS = {
-    name: dataclasses.replace(shape, num_units=(NUM_UNITS,) * (len(shape.rows) - 1))
-    for name, shape in (
-        ("a state and a window", BOTH.for_rank(1, 4)),
-        ("every kind of row", SMALL.for_rank(1, 4)),
-        ("uneven", UNEVEN.for_rank(1, 4)),
-    )
-}
 
 
 @dataclasses.dataclass
@@ -114,7 +89,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     rigs: list[Rig] = []
 
     def new(name: str) -> Rig:
-        layout = LAYOUTS[name]
+        layout = HYBRID_LAYOUTS[name]
         kv = SharedArray.create("kv", layout.gpu_bytes(NUM_GPU))
         cpu = SharedArray.create("cpu", NUM_PAGES * layout.block_bytes)
         rigs.append(Rig(DEVICES[request.param](layout, kv, cpu, monkeypatch), layout, kv, cpu))
@@ -130,7 +105,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.mark.parametrize("step_bytes", [1, 50, 300, 2**24])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", HYBRID_LAYOUTS)
 def test_an_image_is_packed_and_comes_back(
     make: Callable[[str], Rig], name: str, step_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +135,7 @@ def test_an_image_is_packed_and_comes_back(
     assert rig.pages[image.pages].tobytes() == stored, "loading changed its source"
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", HYBRID_LAYOUTS)
 def test_an_image_may_lack_units_of_a_row(make: Callable[[str], Rig], name: str) -> None:
     """A chunk that has just begun has none, a short prompt fewer; an image of none at all moves nothing."""
     rig = make(name)
@@ -176,7 +151,7 @@ def test_an_image_may_lack_units_of_a_row(make: Callable[[str], Rig], name: str)
 
 
 @pytest.mark.parametrize("kind", [OUT, IN])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", HYBRID_LAYOUTS)
 def test_layers_are_told_in_the_models_order(
     make: Callable[[str], Rig], name: str, kind: TaskKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,11 +195,11 @@ def test_a_move_may_be_left_between_two_steps(make: Callable[[str], Rig], monkey
 @pytest.mark.parametrize(
     ("row", "bad", "said"),
     [
-        (0, [NUM_UNITS], "units of the row 'state' (layer 1 is its first) 7..7 leave the pool of 7"),
-        (0, [-1], "units of the row 'state' (layer 1 is its first) -1..-1 leave the pool of 7"),
-        (1, [2, 2], "units of the row 'window 6' (layer 2 is its first) have one twice: [2, 2]"),
+        (0, [NUM_UNITS], "units of the row 'state' (layer 0 is its first) 7..7 leave the pool of 7"),
+        (0, [-1], "units of the row 'state' (layer 0 is its first) -1..-1 leave the pool of 7"),
+        (1, [2, 2], "units of the row 'window 9' (layer 3 is its first) have one twice: [2, 2]"),
         (-1, [NUM_PAGES], "CPU pages 17..17 leave the pool of 17"),
-        (-1, [0, 1, 2], "an image of 80 bytes has 3 pages; it fills 2"),
+        (-1, [0, 1, 2], "an image of 616 bytes has 3 pages; it fills 2"),
         (-1, [4, 4], "CPU pages have one twice: [4, 4]"),
         (2, [0], "an image has units of 3 rows; the layout has 2 behind the full one"),
     ],
@@ -248,7 +223,7 @@ def test_what_no_image_can_be_is_refused(
 
 
 @pytest.mark.parametrize("num_tokens", [None, 1, 3])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", HYBRID_LAYOUTS)
 def test_units_are_copied_within_the_gpu(make: Callable[[str], Rig], name: str, num_tokens: int | None) -> None:
     """Those of one row, whole or their first tokens; no other row, unit or page changes."""
     rig = make(name)
