@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
+from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.checkpoints import Checkpoints
 from fastdeploy_cache.books.evicting import evict_tail
 from fastdeploy_cache.books.residency import Residency
@@ -42,14 +43,28 @@ class RowEviction:
         evict_tail(self._residency, run, tier, at_most)
         self._trim(run if run.parent is not None else above, Loss.CPU if tier else Loss.GPU)
 
+    def evict_colder(self, than: Checkpoint) -> bool:
+        """Let an image, or blocks of a leaf, leave the CPU tier, whichever is colder, if that is colder than this
+        checkpoint; whether anything went."""
+        policy, leaf, image = self._residency.policy, self._coldest_copies(), self._checkpoints.coldest(CPU)
+        one, is_colder = cast("Run", than), policy.is_colder
+        if leaf is not None and is_colder(leaf, one) and (image is None or not is_colder(cast("Run", image), leaf)):
+            self._evict_leaf(CPU, 1)
+            return True
+        return image is not None and is_colder(cast("Run", image), one) and self._evict_image()
+
+    def _coldest_copies(self) -> Run | None:
+        walk = self._residency.policy.coldest(CPU)
+        leaf = next(walk, None)
+        walk.close()
+        return leaf
+
     def _evict_image(self) -> bool:
         """Let the coldest image leave the CPU tier, unless the coldest leaf there is colder."""
         checkpoint, policy = self._checkpoints.coldest(CPU), self._residency.policy
         if checkpoint is None:
             return False
-        walk = policy.coldest(CPU)
-        leaf = next(walk, None)
-        walk.close()
+        leaf = self._coldest_copies()
         if leaf is not None and not policy.is_colder(cast("Run", checkpoint), leaf):
             return False
         run: Run = checkpoint.run

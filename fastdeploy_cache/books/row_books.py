@@ -51,6 +51,10 @@ class RowBooks:
             self._eviction.evict_units(row, num_units - pool.num_free)
         return pool.allocate(num_units, owner)
 
+    def evict_colder(self, checkpoint: Checkpoint) -> bool:
+        """Let what is coldest in the CPU tier go, if it is colder than this one; whether anything went."""
+        return self._eviction.evict_colder(checkpoint)
+
     def follow_with(self, policy: LeastRecentlyUsed) -> None:
         """Rank checkpoints by another policy from now on, as `GuardedPolicy.follow_with` does with runs."""
         self.checkpoints.policy.follow_with(policy)

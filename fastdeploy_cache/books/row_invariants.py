@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from fastdeploy_cache.books.block_pool import CHECKPOINT, REQUEST, RUN, Owner
+from fastdeploy_cache.books.block_pool import CHECKPOINT, RUN, Owner
 from fastdeploy_cache.books.checkpoint import Checkpoint, chain_of
 from fastdeploy_cache.books.checkpoints import Checkpoints
 from fastdeploy_cache.books.prefix_tree import PrefixTree
@@ -77,12 +77,12 @@ def _check_units(rows: Checkpoints, pool: UnitPool, held: Iterable[Checkpoint]) 
     assert sum(units.count(owner) for owner in Owner) == units.num_blocks, f"{units.name}: a unit without an owner"
 
 
-def check_own_units(books: RowBooks, own: Iterable[Sequence[set[int]]]) -> None:
-    """The same of the units of requests: `own` has those of each request, by row."""
+def check_own_units(books: RowBooks, owner: Owner, own: Iterable[Sequence[Iterable[int]]]) -> None:
+    """The same of the units of requests, or of tasks: `own` has those of each, by row."""
     owned: dict[int, list[int]] = {}
     for rows in own:
         for pool, units in zip(books.checkpoints.pools, rows, strict=True):
             owned.setdefault(id(pool), []).extend(units)
     for pool in books.checkpoints.pools:
         found = sorted(owned.get(id(pool), ()))
-        assert found == pool.pool.ids_of(REQUEST), f"{pool.pool.name}: units of requests are noted otherwise"
+        assert found == pool.pool.ids_of(owner), f"{pool.pool.name}: units of {owner.name} are noted otherwise"

@@ -128,9 +128,5 @@ def check_rows_served(config: RowSettings) -> None:
     """Raise `ConfigError` for what does not serve a model yet whose layers do not all keep everything."""
     if config.layout is None or not config.layout.groups:
         return
-    for name, value, remedy in (
-        ("the CPU pool", config.pool_sizes()[1], "give num_cpu_blocks 0"),
-        ("recompute_last_token", config.recompute_last_token, "leave it out"),
-    ):
-        if value:
-            raise ConfigError(f"{name} is {value} with layout.groups, which it does not serve yet; {remedy}")
+    if config.recompute_last_token:
+        raise ConfigError("recompute_last_token is True with layout.groups, which it does not serve yet; leave it out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from array import array
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,8 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Change
 from fastdeploy_cache.books.path import Part
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
-from fastdeploy_cache.books.transfer import Segment, Transfer
+from fastdeploy_cache.books.transfer import Cargo, Segment, Transfer
+from fastdeploy_cache.ipc.codec import Int32Array
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.cargo import CallersBlocks, Landings, OneBlock
 from fastdeploy_cache.movement.outbox import InFlight, Outbox
@@ -35,6 +37,11 @@ class TaskEnded(Change):
     result: TransferResult
     seconds: float
     num_lost: int  # of a copy down: blocks that joined nothing
+
+
+def as_int32(ids: array[int]) -> Int32Array:
+    """The very memory, as a task has it."""
+    return np.frombuffer(ids, np.int32)
 
 
 class BlockMover:
@@ -117,6 +124,18 @@ class BlockMover:
         self._send(transfer, self._new_task(transfer, kind, sources, cargo.ids, num_tokens))
         return transfer
 
+    def send_image(
+        self, tier: Tier, cargo: Cargo, kind: TaskKind, pages: array[int], units: Sequence[array[int]]
+    ) -> Transfer:
+        """Start moving a checkpoint between its units, by row, and its pages. Where this raises the destinations are
+        the caller's to give back, as in `copy_for_caller`."""
+        transfer, nothing = self._new_transfer(tier), array("i")
+        transfer.cargo = cargo
+        sources, destinations = (nothing, pages) if tier is CPU else (pages, nothing)
+        task = self._new_task(transfer, kind, sources, destinations)
+        self._send(transfer, dataclasses.replace(task, units=tuple([as_int32(ids) for ids in units])))
+        return transfer
+
     def barrier(self, kind: TaskKind) -> Transfer:
         """An empty task: it ends when every rank's lane has done what came before it."""
         nothing = array("i")
@@ -158,8 +177,8 @@ class BlockMover:
         return TransferTask(
             task_id=transfer.task_id,
             kind=kind,
-            source_ids=np.frombuffer(sources, np.int32),
-            destination_ids=np.frombuffer(destinations, np.int32),
+            source_ids=as_int32(sources),
+            destination_ids=as_int32(destinations),
             deadline=self._clock.now() + self._timeout_seconds,
             num_tokens=num_tokens,
         )

@@ -14,6 +14,7 @@ from fastdeploy_cache.books.transfer import segments_of
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
 from fastdeploy_cache.movement.burst_losses import BurstLosses
+from fastdeploy_cache.movement.image_copies import ImageCopies
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
 MIN_STORE_BLOCKS = 64  # a task for each block that a decoding request fills would cost more than its commit
@@ -35,9 +36,9 @@ class CopyDown:
     never the copy of what is in the cold zone itself: so copying comes to rest, and trades no copy for another.
     """
 
-    def __init__(self, config: CacheConfig, books: Books, mover: BlockMover) -> None:
-        """The settings `cpu_write_*` of the configuration say what is copied, and when."""
-        self._books, self._tree = books, books.tree
+    def __init__(self, config: CacheConfig, books: Books, mover: BlockMover, images: ImageCopies | None = None) -> None:
+        """The settings `cpu_write_*` of the configuration say what is copied, and when. `images`: of a hybrid model."""
+        self._books, self._tree, self._images = books, books.tree, images
         self.mishaps = books.mishaps
         self._mover = mover
         self._pool = books.pools[CPU]
@@ -125,6 +126,13 @@ class CopyDown:
     def store(
         self, path: Sequence[Run], min_blocks: int = 1, *, unstored: bool = False, into_free: bool = False
     ) -> int:
+        """The same as `_store_blocks`, and then of checkpoints on the path, unless there is a `min_blocks`."""
+        num_left = self._store_blocks(path, min_blocks, unstored=unstored, into_free=into_free)
+        if self._images is not None and min_blocks == 1 and not num_left:
+            num_left = self._images.store(path, into_free=into_free)
+        return num_left
+
+    def _store_blocks(self, path: Sequence[Run], min_blocks: int, *, unstored: bool, into_free: bool) -> int:
         """Start copying down what of a path is neither copied nor on its way, if it is `min_blocks` or more.
 
         With `unstored` only what storage has not been given yet.
@@ -162,6 +170,8 @@ class CopyDown:
         has_rest = False
         for run in path:
             num_uncopied = _num_uncopied(run) and sum([length for _, _, length in _uncopied(run, 0)])
+            if self._images is not None:
+                num_uncopied += self._images.num_uncopied_pages(run)
             if num_uncopied:
                 self._num_young += num_uncopied - self._young.get(run, 0)
                 self._young[run], has_rest = num_uncopied, is_begun
@@ -188,6 +198,8 @@ class CopyDown:
     def look_ahead(self) -> None:
         """Start copying what of the cold zone has no copy."""
         self._num_looked = self._books.num_moved
+        if self._images is not None:
+            self._images.look_ahead()
         # what is on its way is pinned, and so not among the coldest
         num_zone = self._num_reserve - self._tree.pools[GPU].num_free - self._mover.num_storing
         if num_zone <= 0:

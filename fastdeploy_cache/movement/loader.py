@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.causes import Cause
+from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.path import Part
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
+from fastdeploy_cache.movement.images import ImageMover
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
@@ -17,8 +19,17 @@ from fastdeploy_cache.transfer_manager.task import TaskKind
 class Loader:
     """Loads a chain of blocks whole or not at all."""
 
-    def __init__(self, config: CacheConfig, books: Books, mover: BlockMover, speeds: LoadOrCompute) -> None:
-        self._books, self._mover, self._speeds = books, mover, speeds
+    def __init__(
+        self,
+        config: CacheConfig,
+        books: Books,
+        mover: BlockMover,
+        speeds: LoadOrCompute,
+        *,
+        images: ImageMover | None = None,
+    ) -> None:
+        """`images`: of a hybrid model."""
+        self._books, self._mover, self._speeds, self._images = books, mover, speeds, images
         self._size = config.block_size
         self._min_blocks, max_blocks = config.load_limits()
         self._block_bytes = max(1, config.block_bytes())  # in a simulation there are no bytes
@@ -29,8 +40,9 @@ class Loader:
         self.lacks_place = False  # or of a place in the queue of loads
         books.listen(TaskEnded, self._note_speed)
 
-    def is_worth(self, num_blocks: int) -> bool:
-        """Whether so many blocks are within the configured limits, and faster loaded than computed."""
+    def is_worth(self, num_blocks: int, num_saved: int | None = None) -> bool:
+        """Whether so many blocks are within the configured limits, and faster loaded than computed. A checkpoint counts
+        as its pages; then `num_saved` says how many blocks need not be computed."""
         if self._config.load_policy == "never":
             self.refused_for = Cause.LIMIT, "load_policy is 'never'"
             return False
@@ -40,11 +52,12 @@ class Loader:
             return False
         if not self.is_allowed(num_blocks):
             return False
-        is_worth = self._speeds.is_worth_loading(num_blocks)
+        num_saved = num_blocks if num_saved is None else num_saved
+        is_worth = self._speeds.is_worth_loading(num_blocks, num_saved)
         if not is_worth:
             load, compute = (
                 self._speeds.load_seconds(num_blocks) or 0.0,
-                self._speeds.compute_seconds(num_blocks) or 0.0,
+                self._speeds.compute_seconds(num_saved) or 0.0,
             )
             times = f"loading was expected to take {load * 1000:.1f} ms, and computing {compute * 1000:.1f} ms"
             self.refused_for = Cause.SLOWER, times
@@ -58,8 +71,11 @@ class Loader:
             self.refused_for = Cause.LIMIT, share
         return is_allowed
 
-    def start(self, parts: Sequence[Part], num_cold: int, num_rest: int = 0) -> bool:
-        """Load parts of a pinned path, `num_cold` blocks, for a prompt that needs `num_rest` others: all or nothing.
+    def start(
+        self, parts: Sequence[Part], num_cold: int, num_rest: int = 0, *, image: Checkpoint | None = None
+    ) -> bool:
+        """Load parts of a pinned path, `num_cold` blocks, for a prompt that needs `num_rest` others, and the checkpoint
+        behind them where an `image` is given: all or nothing.
 
         Where the whole prompt does not fit, what was loaded would be held in vain.
         """
@@ -69,11 +85,18 @@ class Loader:
             rooms = f"the prompt needs {num_cold + num_rest} blocks, and {num_available} can be had"
             self.refused_for = Cause.ROOM, rooms
             return False
+        lacking = self._images.num_lacking(image) if image is not None and self._images is not None else None
+        if lacking is not None:
+            self.refused_for = Cause.ROOM, f"its checkpoint lacks {lacking[0]} units of the row {lacking[1]!r}"
+            return False
         if not self._mover.can(TaskKind.SWAP_IN):
             self.lacks_place = is_up = self._mover.is_up
             self.refused_for = (Cause.ROOM, "the queue of loads is full") if is_up else (Cause.RANK, "a rank is down")
             return False
-        self._mover.load(parts)
+        if image is not None and self._images is not None:
+            self._images.load(image)
+        if parts:
+            self._mover.load(parts)
         return True
 
     def _note_speed(self, ended: TaskEnded) -> None:

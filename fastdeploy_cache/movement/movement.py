@@ -8,6 +8,8 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.movement.block_mover import BlockMover
 from fastdeploy_cache.movement.copy_down import CopyDown
+from fastdeploy_cache.movement.image_copies import ImageCopies
+from fastdeploy_cache.movement.images import ImageMover
 from fastdeploy_cache.movement.loader import Loader
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 
@@ -24,8 +26,10 @@ class Movement:
             config.load_policy, config.prefill_tokens_per_second, config.block_bytes(), config.block_size
         )
         self.mover = BlockMover(books, client, config.transfer.task_timeout_seconds)
-        self.copy_down = CopyDown(config, books, self.mover)
-        self.loader = Loader(config, books, self.mover, self.speeds)
+        self.images = ImageMover(books, books.rows, self.mover) if books.rows is not None else None
+        copies = ImageCopies(config, books, self.images) if self.images is not None else None
+        self.copy_down = CopyDown(config, books, self.mover, copies)
+        self.loader = Loader(config, books, self.mover, self.speeds, images=self.images)
 
     def be_quiet(self, quiet: bool) -> None:
         """Start nothing from now on, or go on, first of all with what should be copied down."""

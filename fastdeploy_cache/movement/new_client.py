@@ -42,8 +42,7 @@ def new_client(config: CacheConfig, clock: Clock) -> TransferClient:
         check_place(config.storage)
     layout, (num_gpu_blocks, num_cpu_blocks) = config.rank_layout(), config.pool_sizes()
     transfer = config.transfer
-    has_rows = layout is not None and bool(layout.rows)  # which no rank moves as yet
-    needs_ranks = num_cpu_blocks or (transfer.owner_of_kv != "engine" and not has_rows)
+    needs_ranks = num_cpu_blocks or transfer.owner_of_kv != "engine"
     if config.transfer_client == "processes" and needs_ranks:
         from fastdeploy_cache.transfer_manager.device.presence import check_presence
         from fastdeploy_cache.transfer_manager.rank.client import RankClient  # late: one of the two is needed

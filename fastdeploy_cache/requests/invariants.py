@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES, BlockHasher
 from fastdeploy_cache.books.block_marks import MARK_BYTES, block_marks
-from fastdeploy_cache.books.block_pool import CALLER, FREE, REQUEST, RUN, TASK, BlockPool, Owner
+from fastdeploy_cache.books.block_pool import CALLER, CHECKPOINT, FREE, REQUEST, RUN, TASK, BlockPool, Owner
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
 from fastdeploy_cache.books.transfer import Segment, Transfer
@@ -88,6 +88,7 @@ def _check_owners(
         REQUEST: [i for active in requests for i in active.private_ids()] if tier is GPU else [],
         TASK: [i for t in transfers if t.tier is tier and t.cargo is not None for i in t.cargo.ids],
         CALLER: pool.ids_of(CALLER),
+        CHECKPOINT: pool.ids_of(CHECKPOINT),  # see `check_rows`
     }
     if tier is GPU:
         owned[TASK] += [i for transfer in transfers for ids in transfer.kept for i in ids]

@@ -40,7 +40,7 @@ class MatchLoads:
         num_gpu = min(active.num_gpu_blocks, num_blocks)
         num_storage = active.num_storage_blocks(num_gpu, num_blocks) if active.prefetch is not None else 0
         coming, transfers = matcher.coming(active) if num_coming else ((), ())
-        tables, wanted = self._row_tables(is_lost=is_lost) if active.rows is not None else ((), ())
+        tables, wanted = self._row_tables(num_blocks, is_lost=is_lost) if active.rows is not None else ((), ())
         match = Match(
             block_ids=ids.tolist(),
             num_tokens=num_blocks * size + num_copied,
@@ -59,12 +59,13 @@ class MatchLoads:
             active.trail.match_seconds = self._requests.books.clock.now() - active.trail.matched_at
         return match
 
-    def _row_tables(self, *, is_lost: bool) -> tuple[tuple[RowTable, ...], tuple[int, ...]]:
+    def _row_tables(self, num_blocks: int, *, is_lost: bool) -> tuple[tuple[RowTable, ...], tuple[int, ...]]:
         """What a match of a hybrid model has beside that of others."""
         anchors, rows, size = self._requests.anchors, self._active.rows, self._requests.books.tree.block_size
         if anchors is None or rows is None:
             return (), ()
-        return anchors.tables(self._active, is_lost=is_lost), tuple([boundary * size for boundary in rows.wanted])
+        wanted = tuple([boundary * size for boundary in rows.wanted])
+        return anchors.tables(self._active, num_blocks, is_lost=is_lost), wanted
 
     def explain(self) -> Explanation:
         with self._requests.books:

@@ -12,7 +12,7 @@ from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.books.leaves.policy import Asked
 from fastdeploy_cache.books.path import coming_and_cold, coming_ids, gpu_ids, usable_end
 from fastdeploy_cache.books.run import GPU, Run
-from fastdeploy_cache.books.transfer import Transfer, segments_of
+from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.requests.active_request import SETTLED, VOID, WAITING, ActiveRequest
@@ -20,6 +20,7 @@ from fastdeploy_cache.requests.anchors import Anchors
 from fastdeploy_cache.requests.listener import SETTLED_LATE, RequestListener
 from fastdeploy_cache.requests.misses import Misses
 from fastdeploy_cache.requests.room_queue import RoomQueue, RoomWait
+from fastdeploy_cache.requests.waiting import loads_of_pinned, pin_leading, stop_waiting, wait_for
 from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 from fastdeploy_cache.transfer_manager.task import TaskKind
@@ -69,13 +70,14 @@ class Matcher:
         elif max_blocks and request.num_tokens == (max_blocks + 1) * tree.block_size:
             self._misses.pass_over(active)
         if self._anchors is not None:
-            self._settle_at(active, self._anchors.match(active, path, num_found))
+            if (ids := self._anchors.match(active, path, num_found)) is not None:
+                self._settle_at(active, ids)
             return
         if request.images:
             active.trail.num_whole_blocks = num_found = usable_end(request, num_found, tree.block_size)
         if num_found:
             active.trail.idle_since = path[-1].used_last
-            self._pin(active, path, num_found)
+            pin_leading(self._tree, active, path, num_found)
         ids = gpu_ids(path, num_found)
         active.num_gpu_blocks = len(ids)
         if len(ids) < num_found:
@@ -112,7 +114,7 @@ class Matcher:
         """
         request, tree = active.request, self._tree
         # first: what is held is no room, and eviction must not take it
-        self._pin(active, path, num_found)
+        pin_leading(self._tree, active, path, num_found)
         _, parts = coming_and_cold(path, num_found)
         num_cold = sum(n for _, _, n in parts)
         if num_cold:
@@ -132,7 +134,7 @@ class Matcher:
             if not is_started:
                 self._leave_cold(active, path, num_found - num_cold, num_sure, self._loader.refused_for)
         self._end_room_wait(active)
-        self._wait_for(active, self._loads_of_pinned(active))
+        wait_for(active, loads_of_pinned(active))
 
     def _leave_cold(
         self, active: ActiveRequest, path: list[Run], num_near: int, num_sure: int, why: tuple[Cause, str]
@@ -140,7 +142,7 @@ class Matcher:
         """Nothing behind `num_near` blocks is loaded: what storage has lies behind that, too."""
         num_near = usable_end(active.request, num_near, self._tree.block_size)  # others have computed or load these
         active.trail.refused_for, active.num_unloaded_blocks = why, active.num_pinned_blocks - num_near
-        self._pin(active, path, max(num_sure, num_near))
+        pin_leading(self._tree, active, path, max(num_sure, num_near))
         self.end_prefetch(active)
 
     # -- waiting for room
@@ -156,7 +158,7 @@ class Matcher:
             )
             self._room.enter(active.room)
         active.room.num_blocks, active.room.serve = num_blocks, load
-        self._wait_for(active, self._loads_of_pinned(active))
+        wait_for(active, loads_of_pinned(active))
         return True
 
     def _load_waiting(self, active: ActiveRequest, *, is_fetched: bool) -> bool:
@@ -185,24 +187,6 @@ class Matcher:
             self._room.leave(active.room)
             active.room = None
 
-    @staticmethod
-    def _loads_of_pinned(active: ActiveRequest) -> list[Transfer]:
-        """What brings pinned blocks to the GPU, of others' too."""
-        if active.pin is None:
-            return []
-        last, end = active.pin.run, active.pin.end
-        segments = [s for run in last.path() for s in segments_of(run, GPU) if run is not last or s.start < end]
-        return list(dict.fromkeys([segment.transfer for segment in segments]))
-
-    def _wait_for(self, active: ActiveRequest, transfers: list[Transfer]) -> None:
-        known = set(active.loads)
-        new = [transfer for transfer in transfers if transfer not in known]
-        for transfer in new:
-            transfer.num_waiting += 1
-        active.loads = [*active.loads, *new]
-        if active.prefetch is not None:
-            active.prefetch.loads = active.loads
-
     def _copy_last(self, active: ActiveRequest, num_found: int) -> bool:
         """Copy the last block of a prompt that is cached whole, to compute its last token into the copy."""
         request, size, num_blocks = active.request, self._tree.block_size, num_found + 1
@@ -219,7 +203,7 @@ class Matcher:
             if self._books.residency.num_available(GPU) <= 0:
                 return False
             transfer, active.copy = self._mover.copy(run, end - 1, size - 1)
-            self._wait_for(active, [transfer])
+            wait_for(active, [transfer])
             return True
         finally:
             self._tree.move_pin(with_source, None, 0)
@@ -238,7 +222,10 @@ class Matcher:
         """The ids of those pinned blocks that may be read, and the pinned path."""
         path = active.pin.run.path() if active.pin is not None else []
         ids = gpu_ids(path, active.num_pinned_blocks)
-        del ids[usable_end(active.request, len(ids), self._tree.block_size) :]
+        if self._anchors is not None:
+            del ids[self._anchors.num_reached(active, len(ids)) :]
+        else:
+            del ids[usable_end(active.request, len(ids), self._tree.block_size) :]
         return ids, path
 
     def show(self, active: ActiveRequest, *, is_final: bool = False) -> tuple[array[int], int]:
@@ -275,7 +262,10 @@ class Matcher:
         if active.is_ahead:
             return active.block_ids[active.num_readable_blocks : active.num_matched_blocks], active.ahead
         readable, path = self.arrived(active)
-        return coming_ids(path, len(readable), active.num_pinned_blocks)
+        ids, transfers = coming_ids(path, len(readable), active.num_pinned_blocks)
+        if self._anchors is not None and (image := self._anchors.loading(active)) is not None:
+            transfers.append(image)
+        return ids, transfers
 
     # -- from storage
 
@@ -309,8 +299,10 @@ class Matcher:
         self.end_prefetch(active)
         ids, path = self.arrived(active)
         del ids[active.num_readable_blocks :]
+        if self._anchors is not None:
+            del ids[self._anchors.settle(active, len(ids)) :]
         if len(ids) < active.num_pinned_blocks:
-            self._pin(active, path, len(ids))
+            pin_leading(self._tree, active, path, len(ids))
         self._settle_at(active, ids)
 
     def _settle_at(self, active: ActiveRequest, ids: array[int]) -> None:
@@ -319,7 +311,7 @@ class Matcher:
         if copy is not None and is_taken:
             ids += copy.block_ids  # first: it may need memory
         if active.loads or active.prefetch is not None:
-            self.stop_waiting(active)
+            stop_waiting(active)
         active.enter(SETTLED)
         active.block_ids, active.copy = ids, None
         active.num_matched_blocks = active.num_committed_blocks = num_blocks
@@ -330,38 +322,20 @@ class Matcher:
         elif copy is not None:  # it has landed since the caller looked
             self._tree.pools[GPU].free(copy.block_ids, REQUEST)
 
-    @staticmethod
-    def stop_waiting(active: ActiveRequest) -> None:
-        """It waits for no load any more."""
-        for transfer in active.loads:
-            transfer.num_waiting -= 1
-            if transfer.succeeded:
-                active.trail.load_seconds += transfer.seconds
-            elif transfer.done.is_set():
-                active.trail.has_failed_load = True
-        active.loads = []
-        if active.prefetch is not None:
-            active.prefetch.loads = active.loads
-
     def cut(self, active: ActiveRequest, path: list[Run], num_blocks: int) -> None:
         """Only so many of the pinned blocks are its match any more."""
         if num_blocks < active.num_pinned_blocks:
-            self._pin(active, path, num_blocks)
+            pin_leading(self._tree, active, path, num_blocks)
 
     def abandon(self, active: ActiveRequest) -> None:
         """The match has failed half way: take back what it holds. What it has started to load goes on for others."""
         active.free_private(self._tree.pools[GPU])
         self._end_room_wait(active)
         self.end_prefetch(active)
-        self.stop_waiting(active)
+        stop_waiting(active)
         copy, active.copy = active.copy, None
         if copy is not None:
             copy.is_wanted = False
         if self._anchors is not None:
             self._anchors.end(active)
         active.pin = self._tree.move_pin(active.pin, None, 0)
-
-    def _pin(self, active: ActiveRequest, path: list[Run], num_blocks: int) -> None:
-        """Pin the first `num_blocks` blocks of a path instead of what was pinned before."""
-        active.pin = self._tree.move_pin(active.pin, *self._tree.place(path, num_blocks))
-        active.num_pinned_blocks = num_blocks

@@ -25,6 +25,7 @@ from fastdeploy_cache.requests.misses import Misses
 from fastdeploy_cache.requests.prefetches import Prefetches
 from fastdeploy_cache.requests.publisher import Publisher
 from fastdeploy_cache.requests.room_queue import RoomQueue, Taking
+from fastdeploy_cache.requests.row_loads import RowLoads
 from fastdeploy_cache.requests.runs_ahead import RunsAhead
 from fastdeploy_cache.requests.trail import Trail
 from fastdeploy_cache.storage.access import StorageAccess
@@ -33,6 +34,14 @@ from fastdeploy_cache.storage.prefetch import Fetched
 
 def _keep_none(active: ActiveRequest, private_ids: array[int]) -> Callable[[], array[int]]:  # noqa: ARG001
     return lambda: private_ids
+
+
+def _new_anchors(config: CacheConfig, books: Books, movement: Movement) -> Anchors | None:
+    rows, images = books.rows, movement.images
+    if rows is None or images is None:
+        return None
+    has_tier = config.pool_sizes()[1] > 0
+    return Anchors(config, books, rows, RowLoads(books, rows, movement.loader, images) if has_tier else None)
 
 
 class Requests:
@@ -52,7 +61,7 @@ class Requests:
         accounts.follow(books, movement.speeds)
         self._misses = misses = Misses(books)
         self.room = RoomQueue(books, movement.mover, self.num_coming)
-        self.anchors = Anchors(config, books, books.rows) if books.rows is not None else None
+        self.anchors = _new_anchors(config, books, movement)
         self.matcher = Matcher(config, books, movement, storage, misses=misses, room=self.room, anchors=self.anchors)
         self.ahead = RunsAhead(self.matcher, movement.mover, accounts)
         self.publisher = Publisher(config, books, movement, self.matcher, misses=misses, anchors=self.anchors)

@@ -26,10 +26,11 @@ class RowAllocation:
 
     def allocate(self, active: ActiveRequest, num_blocks: int) -> RowBlocks:
         """See there."""
-        anchors, first = self._requests.anchors, max(len(active.block_ids), active.num_matched_blocks)
+        anchors = self._requests.anchors
         assert anchors is not None
         anchors.check_room(active, num_blocks)
         ids = self._requests.allocate(active, num_blocks, ahead_of_loads=False, is_told=False)
+        first = len(active.block_ids) - num_blocks  # not before: that settles a match
         try:
             return RowBlocks(ids.tolist(), anchors.extend(active, first, num_blocks))
         except BaseException:

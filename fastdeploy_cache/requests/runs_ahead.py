@@ -7,6 +7,7 @@ from fastdeploy_cache.requests.accounts import Accounts
 from fastdeploy_cache.requests.active_request import AHEAD, SETTLED, VOID, ActiveRequest
 from fastdeploy_cache.requests.listener import CONFIRMED, RequestListener
 from fastdeploy_cache.requests.matcher import Matcher
+from fastdeploy_cache.requests.waiting import stop_waiting
 
 
 class RunsAhead:
@@ -44,7 +45,7 @@ class RunsAhead:
         matcher = self._matcher
         came = arrived and all(transfer.succeeded for transfer in active.ahead) and not matcher.is_lost(active)
         ids, path = matcher.arrived(active)
-        matcher.stop_waiting(active)
+        stop_waiting(active)
         self._accounts.loaded(active)
         active.enter(SETTLED if came else VOID)
         if self._listener is not None:

@@ -50,6 +50,8 @@ class RequestRows(msgspec.Struct, eq=False):
     own: list[set[int]]  # by row: units that are the request's
     anchors: list[Checkpoint]  # that it keeps, once for each
     used: list[Checkpoint]  # at which it began, and that it has made
+    goal: Checkpoint | None = None  # of a match that is not settled: where it will go on if all comes
+    base: Checkpoint | None = None  # and where else
     matched: Sequence[array[int]] = ()  # by row: what the match has found
     matched_firsts: tuple[int, ...] = ()
     wanted: tuple[int, ...] = ()  # boundaries at which a checkpoint of its prompt pays

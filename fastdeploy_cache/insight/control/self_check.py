@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from fastdeploy_cache.books.block_pool import REQUEST, TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.row_invariants import check_own_units, check_rows
 from fastdeploy_cache.callers.blocks import CallerBlocks
+from fastdeploy_cache.movement.images import ImageLanding
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.peers import Peers
 from fastdeploy_cache.requests.invariants import Held, check
@@ -31,5 +33,8 @@ def check_all(
         if books.rows is not None:
             rows = [active.rows for active in requests if active.rows is not None]
             kept = [prefix.checkpoint for prefix in books.pinned.values() if prefix.checkpoint is not None]
-            check_rows(books.tree, books.rows, [*kept, *(each for of in rows for each in of.anchors)])
-            check_own_units(books.rows, [of.own for of in rows])
+            moving = [each.cargo for each in held.transfers if isinstance(each.cargo, ImageLanding) and each.cargo.pins]
+            of_tasks = [cargo.checkpoint for cargo in moving]
+            check_rows(books.tree, books.rows, [*kept, *of_tasks, *(each for of in rows for each in of.anchors)])
+            check_own_units(books.rows, REQUEST, [of.own for of in rows])
+            check_own_units(books.rows, TASK, [cargo.units for cargo in moving if cargo.units])
