@@ -6,7 +6,7 @@ the lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import cast
 
 from fastdeploy_cache.books.checkpoint import Checkpoint
@@ -43,13 +43,19 @@ class RowEviction:
         evict_tail(self._residency, run, tier, at_most)
         self._trim(run if run.parent is not None else above, Loss.CPU if tier else Loss.GPU)
 
-    def evict_colder(self, than: Checkpoint) -> bool:
-        """Let an image, or blocks of a leaf, leave the CPU tier, whichever is colder, if that is colder than this
-        checkpoint; whether anything went."""
-        policy, leaf, image = self._residency.policy, self._coldest_copies(), self._checkpoints.coldest(CPU)
-        one, is_colder = cast("Run", than), policy.is_colder
-        if leaf is not None and is_colder(leaf, one) and (image is None or not is_colder(cast("Run", image), leaf)):
-            self._evict_leaf(CPU, 1)
+    def evict_colder(self, than: Run | Checkpoint, num_blocks: int, spared: Container[Run]) -> bool:
+        """Let an image, or up to so many blocks of a leaf, leave the CPU tier, whichever is colder, if that is colder
+        than this one and none of the spared; whether anything went."""
+        leaf, image, is_colder = (
+            self._coldest_copies(),
+            self._checkpoints.coldest(CPU),
+            self._residency.policy.is_colder,
+        )
+        one, is_colder = cast("Run", than), self._residency.policy.is_colder
+        if leaf is not None and (image is None or not is_colder(cast("Run", image), leaf)):
+            if leaf in spared or not is_colder(leaf, one):
+                return False
+            self._evict_leaf(CPU, num_blocks)
             return True
         return image is not None and is_colder(cast("Run", image), one) and self._evict_image()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import cast
 
 from fastdeploy_cache.books.block_pool import TASK, Owner
@@ -51,9 +51,14 @@ class RowBooks:
             self._eviction.evict_units(row, num_units - pool.num_free)
         return pool.allocate(num_units, owner)
 
-    def evict_colder(self, checkpoint: Checkpoint) -> bool:
-        """Let what is coldest in the CPU tier go, if it is colder than this one; whether anything went."""
-        return self._eviction.evict_colder(checkpoint)
+    def make_room_below(self, than: Run | Checkpoint, num_blocks: int, spared: Container[Run] = ()) -> bool:
+        """Free so many blocks of the CPU tier by what is worth less there than a copy of this one, but for the spared;
+        whether there are as many now."""
+        pool = self.checkpoints.pages
+        while pool.num_free < num_blocks:
+            if not self._eviction.evict_colder(than, num_blocks - pool.num_free, spared):
+                return False
+        return True
 
     def follow_with(self, policy: LeastRecentlyUsed) -> None:
         """Rank checkpoints by another policy from now on, as `GuardedPolicy.follow_with` does with runs."""

@@ -267,9 +267,12 @@ class CopyDown:
 
     def _make_room(self, num_blocks: int, source: Run, zone: set[Run]) -> int:
         """Free up to `num_blocks` CPU blocks that are worth less than a copy of `source`; how many there are now."""
-        residency, policy = self._tree.residency, self._tree.policy
+        residency, policy, rows = self._tree.residency, self._tree.policy, self._books.rows
         if residency.graves.open:
             residency.graves.free(CPU, num_blocks - self._pool.num_free)
+        if rows is not None:
+            rows.make_room_below(source, num_blocks, zone)
+            return min(num_blocks, self._pool.num_free)
         while self._pool.num_free < num_blocks and residency.num_available(CPU) > self._pool.num_free:
             num_short = num_blocks - self._pool.num_free
             victim, at_most = policy.victim(CPU, num_short)

@@ -54,7 +54,8 @@ class ImageCopies:
     def look_ahead(self) -> None:
         """Start copying what would lose its units next. Such a copy takes free pages, or those of something colder."""
         for checkpoint in self._coldest():
-            if not self._images.can_store or not self._make_room(checkpoint):
+            num_pages = self._checkpoints.sizes.num_pages(checkpoint.boundary)
+            if not self._images.can_store or not self._rows.make_room_below(checkpoint, num_pages):
                 break
             self._images.store(checkpoint)
 
@@ -79,10 +80,3 @@ class ImageCopies:
                 found.append(checkpoint)
         walk.close()
         return found
-
-    def _make_room(self, checkpoint: Checkpoint) -> bool:
-        """Free pages for one that are worth less than it; whether there are enough."""
-        num_pages = self._checkpoints.sizes.num_pages(checkpoint.boundary)
-        while self._pool.num_free < num_pages and self._rows.evict_colder(checkpoint):
-            pass
-        return self._pool.num_free >= num_pages

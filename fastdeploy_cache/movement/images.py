@@ -140,4 +140,6 @@ class ImageMover:
         """Pages, and units by row."""
         if tier is CPU:
             return cargo.pages, tuple(self._rows.checkpoints.unit_ids(cargo.checkpoint))
-        return array("i", cargo.checkpoint.pages or b""), tuple(cargo.units)
+        packed = cargo.checkpoint.pages
+        assert packed is not None, "a load of what the CPU tier has not"
+        return array("i", packed), tuple(cargo.units)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fastdeploy_cache.transfer_manager.config import TransferConfig
 from tests.rigs.float64_engine import Float64Engine, serve
 from tests.simulation.planting import Planted, Rewrite, in_place
 
@@ -32,6 +33,37 @@ def test_a_pool_so_small_that_snapshots_fail() -> None:
         assert engine.num_refused > 20 and engine.num_preempted > 20 and engine.num_hits > 50
 
 
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_a_cpu_tier_behind_a_small_gpu(policy: str) -> None:
+    """What has left the GPU is loaded again, full KV and checkpoints: a good part of the hits."""
+    engine = Float64Engine(
+        seed=3, num_gpu_blocks=45, num_gpu_units=(7, 16, 20), num_cpu_blocks=160, cpu_write_policy=policy
+    )
+    with engine.cache:
+        assert serve(engine, 250, preempts=0.03) == 250
+        assert engine.num_cpu_tokens > 1000 and engine.num_hits > 200
+
+
+def test_a_cpu_tier_that_is_short_of_pages() -> None:
+    """Images and copies of full KV push each other out."""
+    engine = Float64Engine(seed=4, num_gpu_blocks=45, num_gpu_units=(7, 16, 20), num_cpu_blocks=60, drafts=True)
+    with engine.cache:
+        assert serve(engine, 250, preempts=0.03) == 250
+        assert engine.num_cpu_tokens > 100
+
+
+@pytest.mark.processes
+def test_two_ranks_have_the_same() -> None:
+    """With processes, whose copies end when they end: each key, value and state is the same on both ranks."""
+    engine = Float64Engine(
+        seed=6, num_gpu_blocks=45, num_gpu_units=(7, 16, 20), num_cpu_blocks=200,
+        transfer_client="processes", transfer=TransferConfig(tp_size=2),
+    )  # fmt: skip
+    with engine.cache:
+        assert serve(engine, 120, preempts=0.03) == 120
+        assert engine.num_cpu_tokens > 100
+
+
 _ANCHORS = "requests.anchors"
 _SNAPSHOTS = "requests.snapshots"
 PLANTED = [
@@ -56,6 +88,21 @@ PLANTED = [
         (Rewrite("transfer_manager.kv.groups", "Row.first_block", "reach_tokens + 1)", "reach_tokens + 5)"),),
     ),
     Planted(
+        "a match settles at a checkpoint that has not come",
+        (
+            Rewrite(_ANCHORS, "Anchors._reached", "each.units is not None", "True"),
+            Rewrite("books.row_books", "RowBooks.end_units", "if succeeded and", "if False and"),
+        ),
+    ),
+    Planted(
+        "an image is loaded into units of another row's places",
+        (Rewrite("movement.images", "ImageMover._ids", "tuple(cargo.units)", "tuple(reversed(cargo.units))"),),
+    ),
+    Planted(
+        "pages of an image are given out while it is loaded",
+        (Rewrite("movement.images", "ImageMover._start", "self._rows.checkpoints.pin(checkpoint)", "pass"),),
+    ),
+    Planted(
         "an evicted unit is still shown",
         (Rewrite("books.unit_pool", "UnitPool.let_go", "if not num_left:", "if True:"),),
     ),
@@ -63,10 +110,13 @@ PLANTED = [
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
-def test_planted_faults_change_logits_or_books(planted: Planted) -> None:
+def test_planted_faults_change_logits_or_books(planted: Planted, caplog: pytest.LogCaptureFixture) -> None:
     """Each is seen by the same run."""
     with in_place(planted), pytest.raises((AssertionError, KeyError, ValueError)):
         for seed in range(4):
-            engine = Float64Engine(seed=seed, num_gpu_blocks=45, num_gpu_units=(7, 16, 20))
+            engine = Float64Engine(
+                seed=seed, num_gpu_blocks=45, num_gpu_units=(7, 16, 20), num_cpu_blocks=seed % 2 * 120
+            )
             with engine.cache:
                 serve(engine, 60, preempts=0.02)
+    caplog.clear()  # tracebacks of mishaps have the cache's memory

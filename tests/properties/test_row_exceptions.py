@@ -14,6 +14,7 @@ from tests.rigs.row_story import RowStory
 from tests.rigs.sites import OutOfMemoryError, OutsideError, Site, Tracer, methods, traced
 
 NUM_STEPS = 160
+WITH_CPU = 4  # the story with a CPU tier, from which it loads checkpoints
 VERBS = (
     (PrefixCacheManager, ("match", "commit", "release", "prefetch", "reset")),
     (RowVerbs, ("allocate", "step", "snapshot")),
@@ -38,7 +39,7 @@ def tracer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracer]:
 
 def play(tracer: Tracer, seed: int, armed: tuple[Site, int] | None) -> None:
     """A whole story, in which one call fails."""
-    story = RowStory(seed, tick)
+    story = RowStory(seed, tick, 40 * (seed == WITH_CPU))
     tracer.begin(armed)
     try:
         for _ in range(NUM_STEPS):
@@ -48,12 +49,13 @@ def play(tracer: Tracer, seed: int, armed: tuple[Site, int] | None) -> None:
                 story.check()
             except OutsideError as error:
                 raise AssertionError(f"{error} reached the engine") from error
+        assert armed is not None or seed != WITH_CPU or story.num_loaded >= 3, "hardly a checkpoint was loaded"
     finally:
         tracer.end()
         story.finish()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, 2, WITH_CPU])
 def test_whatever_fails_beside_a_verb_of_rows(tracer: Tracer, seed: int) -> None:
     """After each failure the story goes on: no unit or state but the right one is read, and nothing is left behind."""
     play(tracer, seed, None)
@@ -68,4 +70,5 @@ def test_whatever_fails_beside_a_verb_of_rows(tracer: Tracer, seed: int) -> None
     assert {site.kind for site in reached} >= {"growth", "policy", "metric"}
     places = {site.where.rpartition("/")[2] for site in reached}
     assert places >= {"anchors.py", "snapshots.py", "unit_pool.py"}, places
+    assert seed != WITH_CPU or places >= {"images.py", "block_mover.py"}, places
     assert num_raised > 1.5 * len(reached), "the story reaches next to nothing"

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.errors import OutOfBlocksError
-from tests.rigs.float64_model import BLOCK, DIM, FAR, FULL, LAYOUT, NEAR, REACHES, VOCABULARY, Array, Float64Model
+from tests.rigs.float64_model import (
+    BLOCK,
+    DIM,
+    FAR,
+    FULL,
+    LAYOUT,
+    NEAR,
+    REACHES,
+    STATE,
+    VOCABULARY,
+    Array,
+    Float64Model,
+)
 
+WAIT_SECONDS = 20.0
 _ROW_OF = {NEAR: 1, FAR: 2}  # among the rows behind the full one, of which the state is the first
 
 
@@ -33,25 +47,72 @@ class Served:
     stops: tuple[int, ...] = ()
 
 
-class Float64Engine:
-    """Memory by row, as an engine has it; what is given out anew holds NaN first."""
+class RankArrays:
+    """The KV arrays of all ranks, which hold the same, as arrays of float64. What no request has written holds NaN."""
 
-    def __init__(self, *, seed: int, num_gpu_blocks: int, num_gpu_units: Sequence[int], drafts: bool = False) -> None:
+    def __init__(self, cache: PrefixCacheManager, tp_size: int) -> None:
+        views = [cache.ranks.kv_views(rank) for rank in range(tp_size)]
+        self._states = [layers[STATE]["state"].view(np.float64) for layers in views]
+        self._layers = {
+            layer: [
+                [layers[layer][part].view(np.float64).reshape(-1, BLOCK, DIM) for part in ("key", "value")]
+                for layers in views
+            ]
+            for layer in (NEAR, FULL, FAR)
+        }
+        for array in (*self._states, *(part for ranks in self._layers.values() for parts in ranks for part in parts)):
+            array[:] = np.nan
+
+    def state(self, slot: int) -> Array:
+        """That in a slot, the same bits on each rank."""
+        found = [states[slot].copy() for states in self._states]
+        assert all(np.array_equal(found[0], each, equal_nan=True) for each in found), "ranks have different states"
+        return found[0]
+
+    def put_state(self, slot: int, state: Array | float) -> None:
+        for states in self._states:
+            states[slot] = state
+
+    def forget(self, layer: int, units: list[int]) -> None:
+        """They are given out anew."""
+        for parts in self._layers[layer]:
+            for part in parts:
+                part[units] = np.nan
+
+    def token(self, layer: int, unit: int, place: int) -> Array:
+        """Key and value of a token, the same bits on each rank."""
+        found = [np.stack([part[unit, place] for part in parts]) for parts in self._layers[layer]]
+        assert all(np.array_equal(found[0], each, equal_nan=True) for each in found), "ranks have different KV"
+        return found[0]
+
+    def put_token(self, layer: int, unit: int, place: int, key_value: Array) -> None:
+        for parts in self._layers[layer]:
+            for part, vector in zip(parts, key_value, strict=True):
+                part[unit, place] = vector
+
+
+class Float64Engine:
+    """Its memory is that of the cache, on all ranks; what is given out anew holds NaN first."""
+
+    def __init__(
+        self, *, seed: int, num_gpu_blocks: int, num_gpu_units: Sequence[int], drafts: bool = False, **fields: Any
+    ) -> None:
+        """`fields`: further ones of the configuration."""
         self.random, self._drafts = random.Random(seed), drafts
         self.model = Float64Model()
+        fields = {"transfer_client": "inline", **fields}
         config = CacheConfig(
             block_size=BLOCK,
             num_gpu_blocks=num_gpu_blocks,
             num_gpu_units=tuple(num_gpu_units),
             layout=LAYOUT,
-            transfer_client="inline",
+            **fields,
         )
         self.cache = PrefixCacheManager(config)
-        self._states = np.full((num_gpu_units[0], DIM, DIM), np.nan)
-        sizes = {FULL: num_gpu_blocks, NEAR: num_gpu_units[1], FAR: num_gpu_units[2]}
-        self._arrays = {layer: np.full((size, BLOCK, 2, DIM), np.nan) for layer, size in sizes.items()}
+        self._arrays = RankArrays(self.cache, config.transfer.tp_size)
         self.num_hits = self.num_preempted = self.num_snapshots = self.num_refused = self.num_rejected = 0
-        self.num_requests = 0
+        self.num_requests = self.num_cpu_tokens = 0
+        self.disturb: Callable[[], None] = lambda: None  # called before and after verbs that start copies
 
     # -- memory, as the model sees that of one request
 
@@ -69,7 +130,12 @@ class Float64Engine:
         return sequence
 
     def _match(self, sequence: Served) -> None:
+        self.disturb()
         match = self.cache.match(sequence.request)
+        self.disturb()
+        if match.num_coming_tokens and self.random.random() < 0.9:  # else it takes what is there
+            match = match.wait(WAIT_SECONDS)
+        self.num_cpu_tokens += match.num_cpu_tokens
         sequence.block_ids, sequence.num_hit = list(match.block_ids), match.num_tokens
         sequence.num_computed, sequence.stops = match.num_tokens, match.checkpoint_tokens
         sequence.logits = []
@@ -89,14 +155,14 @@ class Float64Engine:
         first = len(sequence.block_ids)
         new = self.cache.rows.allocate(sequence.request, number)
         sequence.block_ids += new.block_ids
-        self._arrays[FULL][new.block_ids] = np.nan
+        self._arrays.forget(FULL, new.block_ids)
         for layer, row in _ROW_OF.items():
             units = new.tables[row].block_ids
-            self._arrays[layer][units] = np.nan
+            self._arrays.forget(layer, units)
             sequence.windows[layer].update(enumerate(units, first))
         if new.tables[0].block_ids:
             (sequence.write_slot,) = new.tables[0].block_ids
-            self._states[sequence.write_slot] = np.nan
+            self._arrays.put_state(sequence.write_slot, np.nan)
 
     def step(self, sequence: Served) -> bool:
         """Compute a piece of the prompt, or a token; whether the request has ended. Raises `OutOfBlocksError`."""
@@ -130,14 +196,14 @@ class Float64Engine:
     def _compute(self, sequence: Served, end: int) -> None:
         memory, state = self.memory_of(sequence), np.zeros((DIM, DIM))
         if sequence.read_slot is not None:
-            state = self._states[sequence.read_slot].copy()
+            state = self._arrays.state(sequence.read_slot)
         if self._drafts and self.random.random() < 0.4:
             self._reject_drafts(sequence, memory, state, end)
         for at in range(sequence.num_computed, end):
             logits, state = self.model.compute(sequence.tokens[at], at, memory, state)
             sequence.logits.append(logits)
         assert sequence.write_slot is not None
-        self._states[sequence.write_slot] = state
+        self._arrays.put_state(sequence.write_slot, state)
         sequence.read_slot, sequence.num_computed = sequence.write_slot, end
 
     def _reject_drafts(self, sequence: Served, memory: _Paged, state: Array, end: int) -> None:
@@ -154,7 +220,7 @@ class Float64Engine:
         self.num_refused += fresh is None
         if fresh is not None:
             (sequence.write_slot,) = fresh
-            self._states[sequence.write_slot] = np.nan
+            self._arrays.put_state(sequence.write_slot, np.nan)
 
     def check(self, sequence: Served) -> None:
         """Each logit is that from scratch, bit by bit."""
@@ -165,7 +231,9 @@ class Float64Engine:
 
     def end(self, sequence: Served) -> None:
         """It is complete, or preempted."""
+        self.disturb()
         self.cache.release(sequence.request)
+        self.disturb()
 
     def preempt(self, sequence: Served) -> None:
         """Release it, and match it again over prompt and output."""
@@ -178,18 +246,18 @@ class Float64Engine:
 class _Paged:
     """A request's memory in blocks and units."""
 
-    def __init__(self, sequence: Served, arrays: dict[int, Array]) -> None:
+    def __init__(self, sequence: Served, arrays: RankArrays) -> None:
         self._tables = {FULL: dict(enumerate(sequence.block_ids)), **sequence.windows}
         self._arrays = arrays
 
     def read(self, layer: int, first: int, end: int) -> Array:
         """See `KVMemoryOf`."""
-        table, array = self._tables[layer], self._arrays[layer]
-        return np.stack([array[table[token // BLOCK], token % BLOCK] for token in range(first, end)])
+        table, arrays = self._tables[layer], self._arrays
+        return np.stack([arrays.token(layer, table[at // BLOCK], at % BLOCK) for at in range(first, end)])
 
     def write(self, layer: int, token: int, key_value: Array) -> None:
         """See `KVMemoryOf`."""
-        self._arrays[layer][self._tables[layer][token // BLOCK], token % BLOCK] = key_value
+        self._arrays.put_token(layer, self._tables[layer][token // BLOCK], token % BLOCK, key_value)
 
 
 def serve(engine: Float64Engine, num_requests: int, *, preempts: float = 0.0) -> int:

@@ -20,11 +20,11 @@ REACHES = {NEAR: 6, FAR: 10}
 LAYOUT = KVLayout(
     num_layers=4,
     num_kv_heads=1,
-    head_dim=DIM,
+    head_dim=2 * DIM,  # float32 elements, in two of which there is one of float64
     dtype="float32",
     groups=(
         KVGroup(kind="full", layers=(FULL,)),
-        KVGroup(kind="state", layers=(STATE,), parts=(StatePart(name="state", shape=(DIM, DIM)),)),
+        KVGroup(kind="state", layers=(STATE,), parts=(StatePart(name="state", shape=(DIM, 2 * DIM)),)),
         KVGroup(kind="window", reach_tokens=REACHES[NEAR], layers=(NEAR,)),
         KVGroup(kind="window", reach_tokens=REACHES[FAR], layers=(FAR,)),
     ),

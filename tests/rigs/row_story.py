@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from typing import Any
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.errors import OutOfBlocksError
 from fastdeploy_cache.requests.tables import RowBlocks, RowTable
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 from tests.rigs.hybrid_requests import BOTH
 
 SIZE = 4
@@ -30,18 +32,41 @@ class Served:
 class RowStory:
     """Steps of such an engine, the same each time. A verb that raises `MemoryError` has changed nothing."""
 
-    def __init__(self, seed: int, clock: Callable[[], float]) -> None:
+    def __init__(self, seed: int, clock: Callable[[], float], num_cpu_blocks: int = 0) -> None:
+        units = (3, 8) if num_cpu_blocks else (8, 14)
         config = CacheConfig(
-            block_size=SIZE, num_gpu_blocks=24, layout=BOTH, transfer_client="inline", num_gpu_units=(8, 14),
-            checkpoint_every_tokens=8, checkpoints_per_path=2,
+            block_size=SIZE, num_gpu_blocks=24, layout=BOTH, transfer_client="inline", num_gpu_units=units,
+            checkpoint_every_tokens=8, checkpoints_per_path=2, num_cpu_blocks=num_cpu_blocks,
+            cpu_write_policy="write_through",
         )  # fmt: skip
         self.cache = PrefixCacheManager(config, clock=clock)
+        self._pages: dict[int, list[list[tuple[int, ...] | None]]] = {}  # by its first page, what an image holds
+        self.num_loaded = 0
+        self._follow_images()
         layout = config.rank_layout()
         assert layout is not None
         self._rows, self._choose = layout.rows[1:], random.Random(seed)
         self._memory: list[dict[int, tuple[int, ...]]] = [{} for _ in self._rows]  # what each unit holds
         self._going: list[Served] = []
         self._num_made = 0
+
+    def _follow_images(self) -> None:
+        """What units stand for moves with their bytes."""
+        client: Any = self.cache._movement.client
+        submit = client.submit
+
+        def moved(task: TransferTask) -> None:
+            if task.kind is TaskKind.SWAP_OUT and task.units:
+                held = zip(self._memory, task.units, strict=True)
+                self._pages[int(task.destination_ids[0])] = [[row.get(int(unit)) for unit in ids] for row, ids in held]
+            if task.kind is TaskKind.SWAP_IN and task.units:
+                self.num_loaded += 1
+                image = self._pages[int(task.source_ids[0])]
+                for row, ids, contents in zip(self._memory, task.units, image, strict=True):
+                    row.update({int(unit): each for unit, each in zip(ids, contents, strict=True) if each is not None})
+            submit(task)
+
+        client.submit = moved
 
     def step(self) -> str:
         """The name of what it does; it may raise on the way."""
@@ -73,6 +98,8 @@ class RowStory:
 
     def _start(self, request: Request) -> None:
         match = self.cache.match(request)
+        if match.num_coming_tokens and self._choose.random() < 0.9:  # else it goes on with what was there
+            match = match.poll()
         served = Served(request, len(match.block_ids), match.num_tokens, [{} for _ in self._rows])
         self._note(served, match.tables)
         served.read_slot = match.tables[0].block_ids[0] if match.num_tokens else -1
