@@ -92,13 +92,13 @@ class LoadOrCompute:
         """What loading so many blocks from the CPU tier takes; None: not known yet."""
         return self.cpu.seconds(num_blocks * self._block_bytes)
 
-    def is_worth_loading(self, num_blocks: int, num_saved: int) -> bool:
-        """Whether loading so many blocks from the CPU tier is faster than computing those that it saves; where one is
-        not known, loading finds out.
+    def is_worth_loading(self, num_blocks: int, num_saved: int | None = None) -> bool:
+        """Whether loading so many blocks from the CPU tier is faster than computing those that it saves, which are as
+        many where it is not said; where one is not known, loading finds out.
 
         Now and then it loads all the same: what was slow once would else stay so for ever.
         """
-        return self._decide(num_saved, self.load_seconds(num_blocks))
+        return self._decide(num_blocks if num_saved is None else num_saved, self.load_seconds(num_blocks))
 
     def is_worth_fetching(self, num_blocks: int, num_queued_blocks: int = 0) -> bool:
         """The same for storage, from where blocks go through the CPU tier, behind others that are on their way."""

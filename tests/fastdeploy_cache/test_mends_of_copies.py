@@ -11,7 +11,7 @@ from fastdeploy_cache import Request
 from fastdeploy_cache.books.changes import Copied
 from fastdeploy_cache.callers import copies
 from fastdeploy_cache.callers.transfers import CallerTransfer
-from fastdeploy_cache.requests.matcher import Matcher
+from fastdeploy_cache.requests import matcher
 from fastdeploy_cache.storage.tier import StorageTier
 from tests.rigs.cache_model import CacheModel
 from tests.rigs.scarce_memory import TightIds, no_memory, take_tight_ids
@@ -187,7 +187,7 @@ def test_what_has_come_and_could_not_be_noted_is_a_hit(monkeypatch: pytest.Monke
     request = asker.prefetched(prompt(0), num_tasks=1)
     match = asker.cache.match(request)
     with monkeypatch.context() as patched:
-        patched.setattr(Matcher, "_wait_for", no_memory)
+        patched.setattr(matcher, "wait_for", no_memory)
         asker.land()
     missed = asker.admit(request, match)
     assert sum(missed.values()) + match.poll().num_tokens == request.num_tokens

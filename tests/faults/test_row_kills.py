@@ -24,7 +24,9 @@ TRANSFER = TransferConfig(
 class Killer:
     """Lets copies begin on ranks that do nothing, or work on, and kills one of them."""
 
-    def __init__(self, engine: Float64Engine) -> None:
+    def __init__(self, engine: Float64Engine, most: int) -> None:
+        """`most`: kills, after which it is quiet."""
+        self._most = most
         self._engine, self._client, self._draw = engine, engine.cache._movement.client, engine.random
         self.num_kills = self.num_in_flight = 0
         self._is_held: int | None = None  # the pid of a rank that has been stopped
@@ -37,7 +39,11 @@ class Killer:
             if self._engine.cache._movement.mover.in_flight or self._num_calls == 12:
                 self._kill(self._is_held)
                 self._is_held = None
-        elif self._draw.random() < 0.04 and (up := [s.pid for s in self._client.statuses() if s.up and s.pid]):
+        elif (
+            self.num_kills < self._most
+            and self._draw.random() < 0.04
+            and (up := [s.pid for s in self._client.statuses() if s.up and s.pid])
+        ):
             pid, self._num_calls = self._draw.choice(up), 0
             if self._draw.random() < 0.3:
                 self._kill(pid)
@@ -69,7 +75,7 @@ def test_ranks_are_killed_in_loads_and_stores(policy: str) -> None:
         seed=5, num_gpu_blocks=36, num_gpu_units=(7, 16, 20), num_cpu_blocks=200, cpu_write_policy=policy,
         transfer_client="processes", transfer=TRANSFER,
     )  # fmt: skip
-    killer = Killer(engine)
+    killer = Killer(engine, NUM_KILLS // 2)
     with engine.cache:
         assert engine.cache.ranks.wait_ready(WAIT_SECONDS)
         while killer.num_kills < NUM_KILLS // 2:

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fastdeploy_cache import CacheConfig
+from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.launch.cli import app
 from fastdeploy_cache.launch.config_check import describe
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
@@ -73,10 +74,14 @@ def test_show_prints_a_file_with_an_error_in_it(tmp_path: Path) -> None:
 
 
 def test_check_refuses_what_the_manager_would(tmp_path: Path) -> None:
-    """A CPU pool with groups is a problem, and not only to whoever starts an engine with it."""
-    (tmp_path / "cache.toml").write_text(f"num_cpu_blocks = 512\n{TABLES}")
+    """A CPU pool that holds no checkpoint is a problem, and not only to whoever starts an engine with it."""
+    (tmp_path / "cache.toml").write_text(f"num_cpu_blocks = 3\n{TABLES}")
     done = CliRunner().invoke(app, ["config", "check", str(tmp_path / "cache.toml")])
-    assert done.exit_code == 1 and "the CPU pool is 512 with layout.groups, which it does not serve yet" in done.output
+    said = "the CPU pool has 3 blocks, and a checkpoint and one block take 5; give num_cpu_blocks 5 or more"
+    assert isinstance(done.exception, ConfigError) and said in str(done.exception)
+    (tmp_path / "cache.toml").write_text(f"num_cpu_blocks = 5\n{TABLES}")
+    done = CliRunner().invoke(app, ["config", "check", str(tmp_path / "cache.toml")])
+    assert done.exit_code == 0, done.output
 
 
 def test_a_uniform_model_has_no_rows() -> None:

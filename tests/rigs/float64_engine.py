@@ -263,7 +263,7 @@ class _Paged:
 def serve(engine: Float64Engine, num_requests: int, *, preempts: float = 0.0) -> int:
     """Serve conversations that go on and prompts that share beginnings, some at a time; all books are checked at each
     end, and each logit. Returns how many requests were served whole."""
-    draw, live, num_served = engine.random, list[Served](), 0
+    draw, live, num_served, num_waits = engine.random, list[Served](), 0, 0
     ended: list[list[int]] = []
     systems = [[draw.randrange(VOCABULARY) for _ in range(length)] for length in (13, 22)]
     while num_served < num_requests:
@@ -278,10 +278,14 @@ def serve(engine: Float64Engine, num_requests: int, *, preempts: float = 0.0) ->
         try:
             is_over = engine.step(served)
         except OutOfBlocksError:
-            others = [each for each in live if each is not served]
-            assert others, "one request alone does not fit"
-            engine.preempt(others[0])
+            if others := [each for each in live if each is not served]:
+                engine.preempt(others[0])
+            else:
+                num_waits += 1  # copies in flight hold what it lacks
+                assert num_waits < 20, "one request alone does not fit"
+                engine.cache.wait_for_transfers(WAIT_SECONDS)
             continue
+        num_waits = 0
         if is_over:
             engine.check(served)
             engine.end(served)
