@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fastdeploy_cache.books.block_pool import CALLER, REQUEST, RUN, TASK, BlockPool
+from fastdeploy_cache.books.block_pool import CALLER, CHECKPOINT, REQUEST, RUN, TASK, BlockPool
 from fastdeploy_cache.books.residency import Residency
+from fastdeploy_cache.books.row_books import RowBooks
 from fastdeploy_cache.books.run import Tier
+from fastdeploy_cache.books.unit_pool import UnitPool
 from fastdeploy_cache.metrics.picture import EVICTION_KINDS, STORAGE_FATES, STORAGE_LOSSES, StorageCounts
 from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.transfer_manager.client import ProcessHealth, RankStatus
@@ -16,7 +18,8 @@ from fastdeploy_cache.transfer_manager.client import ProcessHealth, RankStatus
 
 @dataclass(frozen=True, kw_only=True)
 class TierStats:
-    """Blocks of one tier. `num_cached` are in the tree, of which `num_protected` are pinned and cannot be evicted.
+    """Blocks of one tier. `num_cached` are in the tree, of which `num_protected` are pinned and cannot be evicted; both
+    count pages of checkpoints, too.
 
     `num_evicted` have gone since the start to make room.
     """
@@ -34,11 +37,12 @@ class TierStats:
     @classmethod
     def of(cls, pool: BlockPool, residency: Residency, tier: Tier) -> TierStats:
         """Read the books of a tier."""
+        num_pinned_pages = residency.checkpoints.num_pinned_pages if tier and residency.checkpoints is not None else 0
         return cls(
             num_blocks=pool.num_blocks,
             num_free=pool.num_free,
-            num_cached=pool.count(RUN),
-            num_protected=residency.num_protected[tier],
+            num_cached=pool.count(RUN) + pool.count(CHECKPOINT),
+            num_protected=residency.num_protected[tier] + num_pinned_pages,
             num_private=pool.count(REQUEST),
             num_callers=pool.count(CALLER),
             num_in_flight=pool.count(TASK),
@@ -65,6 +69,77 @@ class TierStats:
             "private": self.num_private + self.num_callers,
             "in_flight": self.num_in_flight,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowStats:
+    """Units of one row behind the full one, on the GPU. `num_held` are those of checkpoints, of which `num_pinned`
+    cannot be evicted."""
+
+    name: str
+    num_units: int
+    num_free: int
+    num_held: int
+    num_pinned: int
+    num_private: int
+    num_in_flight: int
+
+    @classmethod
+    def of(cls, name: str, units: UnitPool) -> RowStats:
+        """Read the books of a row."""
+        pool = units.pool
+        return cls(
+            name=name,
+            num_units=pool.num_blocks,
+            num_free=pool.num_free,
+            num_held=pool.count(RUN),
+            num_pinned=units.num_pinned,
+            num_private=pool.count(REQUEST),
+            num_in_flight=pool.count(TASK),
+        )
+
+    @classmethod
+    def all_of(cls, rows: RowBooks | None) -> tuple[RowStats, ...]:
+        """Each of a hybrid model; none of other models."""
+        if rows is None:
+            return ()
+        pools = zip(rows.checkpoints.sizes.rows, rows.checkpoints.pools, strict=True)
+        return tuple([cls.of(str(row), units) for row, units in pools])
+
+    def by_state(self) -> dict[str, int]:
+        """Every unit in exactly one state."""
+        return {
+            "free": self.num_free,
+            "evictable": self.num_held - self.num_pinned,
+            "pinned": self.num_pinned,
+            "private": self.num_private,
+            "in_flight": self.num_in_flight,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointStats:
+    """Checkpoints of a hybrid model. By tier: those that are there now, and those that have left it since the start to
+    make room, while another tier had them and while none had. And those that were made and refused since the start."""
+
+    num_in: tuple[int, int] = (0, 0)
+    num_evicted: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
+    num_made: int = 0
+    num_refused: int = 0
+
+    @classmethod
+    def of(cls, rows: RowBooks | None) -> CheckpointStats:
+        """Read the books; of other models there are none."""
+        if rows is None:
+            return cls()
+        counts = rows.counts
+        gpu, cpu = counts.num_evicted
+        return cls(
+            num_in=(counts.num_in[0], counts.num_in[1]),
+            num_evicted=((gpu[0], gpu[1]), (cpu[0], cpu[1])),
+            num_made=rows.checkpoints.num_made,
+            num_refused=counts.num_refused,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +201,8 @@ class CacheStats:
     saved_seconds: Mapping[str, float]  # since the start, by tier: of computing, by the prefill speed seen
     ranks: tuple[RankStatus, ...]
     processes: Mapping[str, tuple[RankStatus, ...]]  # of each kind (transfer, storage, peer) that there is
+    rows: tuple[RowStats, ...] = ()  # behind the full one, of a hybrid model
+    checkpoints: CheckpointStats = CheckpointStats()
 
     def _tiers(self) -> tuple[tuple[str, TierStats], ...]:
         return ("gpu", self.gpu), ("cpu", self.cpu)
@@ -141,6 +218,10 @@ class CacheStats:
             for name, tier in self._tiers()
             for kind, n in zip(EVICTION_KINDS, tier.num_evicted_by_kind, strict=True)
         ]
+
+    def unit_counts(self) -> list[tuple[str, str, int]]:
+        """Row, state, units."""
+        return [(row.name, state, n) for row in self.rows for state, n in row.by_state().items()]
 
     def rank_counts(self) -> list[tuple[int, bool, int]]:
         """Rank, whether it is up, restarts."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from fastdeploy_cache.metrics.families import Families, by_one
+from fastdeploy_cache.metrics.families import Families, Values, by_one
 from fastdeploy_cache.metrics.histogram import AGE_SECONDS, CALL_SECONDS, Counted, Histogram
 from fastdeploy_cache.metrics.request_counts import TIERS
 from fastdeploy_cache.metrics.task_counts import SWAP_KINDS, TASK_KINDS
@@ -49,6 +49,19 @@ class StorageCounts(NamedTuple):
     num_full_disks: int = 0
 
 
+class CheckpointSums(Protocol):
+    """Those of a hybrid model: see `fastdeploy_cache.stats.CheckpointStats`."""
+
+    @property
+    def num_in(self) -> tuple[int, int]: ...
+    @property
+    def num_evicted(self) -> tuple[tuple[int, int], tuple[int, int]]: ...
+    @property
+    def num_made(self) -> int: ...
+    @property
+    def num_refused(self) -> int: ...
+
+
 class Durations(NamedTuple):
     """Histograms of seconds. `residency` and `idle` are by tier and count blocks; the others count requests."""
 
@@ -64,6 +77,7 @@ class Picture:
 
     Attributes:
         blocks: tier, state, blocks now.
+        units: row, state, units now, of a hybrid model.
         evictions: tier, kind, blocks so far.
         ranks: rank, whether it is up, restarts. None: nobody knows yet. Empty where there are no processes.
         processes: kind, rank, number of its state.
@@ -77,6 +91,8 @@ class Picture:
     """
 
     blocks: Sequence[tuple[str, str, int]] = ()
+    units: Sequence[tuple[str, str, int]] = ()
+    checkpoints: CheckpointSums | None = None
     evictions: Sequence[tuple[str, str, int]] = ()
     ranks: Sequence[tuple[int, bool, int]] | None = None
     processes: Sequence[tuple[str, int, int]] = ()
@@ -105,6 +121,7 @@ def picture_families(picture: Picture, families: Families, num_ranks: int) -> li
     settings, text = (str(picture.block_size), picture.eviction_policy), "1, with settings of the cache as labels"
     return [
         *_block_families(picture, families),
+        *_row_families(picture, families),
         *_task_families(picture, families),
         *_worth_families(picture, families),
         *_storage_families(picture.storage, families),
@@ -129,6 +146,29 @@ def _block_families(picture: Picture, families: Families) -> list[Metric]:
         families.gauge("quarantined_blocks", quarantined, (), {(): picture.num_quarantined_blocks}),
         families.counter("hashed_blocks", hashed, (), {(): picture.num_hashed_blocks}),
         families.counter("hash_seconds", "Time spent on computing these hashes", (), {(): picture.hash_seconds}),
+    ]
+
+
+def _row_families(picture: Picture, families: Families) -> list[Metric]:
+    counts = picture.checkpoints
+    num_in = counts.num_in if counts is not None else (0, 0)
+    num_evicted = counts.num_evicted if counts is not None else ((0, 0), (0, 0))
+    num_made, num_refused = (counts.num_made, counts.num_refused) if counts is not None else (0, 0)
+    evicted: Values = {
+        (tier, kind): n
+        for tier, kinds in zip(BLOCK_TIERS, num_evicted, strict=True)
+        for kind, n in zip(EVICTION_KINDS, kinds, strict=True)
+    }
+    there: Values = {(tier,): n for tier, n in zip(BLOCK_TIERS, num_in, strict=True)}
+    units = "Units of the rows behind the full one by row and state; evictable and pinned: of checkpoints"
+    refused = "Checkpoints for which there was no slot, no unit or no memory"
+    left = "Checkpoints that left a tier for room; copy_kept: another tier still has them"
+    return [
+        families.gauge("units", units, ("row", "state"), {(row, state): n for row, state, n in picture.units}),
+        families.gauge("checkpoints", "Checkpoints that are in a tier now", ("tier",), there),
+        families.counter("checkpoints_made", "Checkpoints that requests have made", (), {(): num_made}),
+        families.counter("checkpoints_refused", refused, (), {(): num_refused}),
+        families.counter("evicted_checkpoints", left, ("tier", "kind"), evicted),
     ]
 
 

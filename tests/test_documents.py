@@ -286,7 +286,10 @@ def test_every_metric_is_documented() -> None:
         for n, t, ls in re.findall(r"^- `(\w+)` \((\w+)(?:; labels? ([^)]*))?\): \S", text, re.MULTILINE)
     }
     metrics, families = CacheMetrics(), set()
-    metrics.observe(lambda: Picture(blocks=[("gpu", "free", 1)], ranks=[(0, True, 0)], processes=[("transfer", 0, 0)]))
+    picture = Picture(
+        blocks=[("gpu", "free", 1)], units=[("state", "free", 1)], ranks=[(0, True, 0)], processes=[("transfer", 0, 0)]
+    )
+    metrics.observe(lambda: picture)
     for family in metrics.collect():
         name = family.name.removeprefix("fastdeploy_cache_") + ("_total" if family.type == "counter" else "")
         of_one = family.samples[0].labels if family.samples else WITHOUT_SAMPLES[family.name]

@@ -8,6 +8,7 @@ from typing import cast
 
 from fastdeploy_cache.books.block_pool import TASK, Owner
 from fastdeploy_cache.books.checkpoint import Checkpoint, deepest_within
+from fastdeploy_cache.books.checkpoint_counts import CheckpointCounts
 from fastdeploy_cache.books.checkpoints import Checkpoints, RowSizes, Units, all_checkpoints
 from fastdeploy_cache.books.evicting_rows import RowEviction
 from fastdeploy_cache.books.leaves.guarded import GuardedPolicy
@@ -35,6 +36,9 @@ class RowBooks:
 
         ranking = GuardedPolicy(policy, tree.mishaps, every, clock, kind=Checkpoint)
         self.checkpoints = tree.residency.checkpoints = Checkpoints(sizes, pools, tree.pools[1], ranking)
+        self.counts = CheckpointCounts()
+        self.checkpoints.taps.anchored += (self.counts.anchored,)
+        self.checkpoints.taps.lifted += (self.counts.lifted,)
         self.trimmer = Trimmer(tree.residency)
         self._eviction = RowEviction(tree.residency, self.checkpoints, self.trimmer.go_on)
 

@@ -188,6 +188,8 @@ class Seen:
             num_waiting, room_waits = len(room), (room.num_waited, room.seconds_waited)
         return Picture(
             blocks=stats.block_counts(),
+            units=stats.unit_counts(),
+            checkpoints=stats.checkpoints,
             evictions=stats.eviction_counts(),
             ranks=stats.rank_counts(),
             processes=stats.process_states(),
@@ -212,7 +214,12 @@ class Seen:
         )
 
     def _stats(self, hit_rates: Mapping[str, float]) -> CacheStats:
-        from fastdeploy_cache.stats import CacheStats, TierStats  # late: an import of the manager is quick
+        from fastdeploy_cache.stats import (  # late: an import of the manager is quick
+            CacheStats,
+            CheckpointStats,
+            RowStats,
+            TierStats,
+        )
 
         books, mover, road = self._books, self._movement.mover, self._peers.road
         gpu, cpu = (TierStats.of(books.pools[tier], books.residency, tier) for tier in Tier)
@@ -239,6 +246,8 @@ class Seen:
             saved_seconds=self._requests.accounts.saved_by_tier(),
             ranks=tuple(self._movement.client.statuses()),
             processes=self.processes(),
+            rows=RowStats.all_of(books.rows),
+            checkpoints=CheckpointStats.of(books.rows),
         )
 
     def processes(self) -> dict[str, tuple[RankStatus, ...]]:

@@ -35,6 +35,7 @@ class CheckpointMaker:
             is_taken = self._try_publishing(active, boundary, snapshot)
         except (MemoryError, AssertionError):
             self._books.mishaps.note("checkpoint")
+            self._rows.counts.num_refused += 1
             return False
         if is_taken:
             try:
@@ -49,6 +50,7 @@ class CheckpointMaker:
         units = [self._units_for(rows, number, boundary, slots) for number in range(len(self._shapes))]
         given = [each for each in units if each is not None]
         if len(given) < len(units) or active.pin is None:
+            self._rows.counts.num_refused += 1
             return False
         run, end = self._tree.place(active.pin.run.path(), boundary)
         assert run is not None

@@ -42,6 +42,7 @@ class Snapshots:
         """
         rows, pools = rows_of(active), self._rows.checkpoints.pools
         if any(pools[number].num_available < 1 for number in self.state_rows) and not self._leave_slots(active, rows):
+            self._rows.counts.num_refused += 1
             return None
         fresh: list[array[int]] = []
         try:

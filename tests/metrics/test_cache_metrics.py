@@ -25,6 +25,7 @@ from fastdeploy_cache.metrics.picture import (
 from fastdeploy_cache.metrics.request_counts import TIERS
 from fastdeploy_cache.metrics.task_counts import SWAP_KINDS, TASK_KINDS
 from fastdeploy_cache.metrics.what_if_metrics import WhatIfCounts
+from fastdeploy_cache.stats import CheckpointStats
 
 PREFIX = "fastdeploy_cache_"
 INFO = "config_info", frozenset({("block_size", "0"), ("eviction_policy", "")})
@@ -50,6 +51,9 @@ def expected_keys(num_ranks: int) -> set[tuple[str, frozenset[tuple[str, str]]]]
     keys |= {key(name) for name in ("skipped_write_blocks_total", "window_request_hit_rate", "window_token_hit_rate")}
     keys |= {key(name, tier=tier) for name in ("tokens_hit_total", "window_tier_token_hit_rate") for tier in TIERS}
     keys |= {key("evicted_blocks_total", tier=t, kind=k) for t in ("gpu", "cpu") for k in EVICTION_KINDS}
+    keys |= {key("evicted_checkpoints_total", tier=t, kind=k) for t in ("gpu", "cpu") for k in EVICTION_KINDS}
+    keys |= {key("checkpoints", tier=tier) for tier in ("gpu", "cpu")}
+    keys |= {key("checkpoints_made_total"), key("checkpoints_refused_total")}
     for name in ("tasks_total", "task_bytes_total", "task_seconds_total", "task_failures_total"):
         keys |= {key(name, kind=d, rank=r) for d, r in product(TASK_KINDS, ranks)}
     keys |= {key("refused_tasks_total", kind=d) for d in SWAP_KINDS}
@@ -116,6 +120,7 @@ def test_no_series_appears_later() -> None:
     counts = (dict.fromkeys(names, 1) for names in (STORAGE_OPERATIONS, STORAGE_FATES, STORAGE_LOSSES))
     picture = Picture(
         evictions=[(tier, kind, 1) for tier, kind in product(("gpu", "cpu"), EVICTION_KINDS)],
+        checkpoints=CheckpointStats(num_in=(1, 1), num_evicted=((1, 1), (1, 1)), num_made=1, num_refused=1),
         ranks=[(0, True, 1), (1, True, 1)],
         refused_tasks=dict.fromkeys(SWAP_KINDS, 1),
         tasks_in_flight=dict.fromkeys(TASK_KINDS, 1),

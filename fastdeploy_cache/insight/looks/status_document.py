@@ -23,6 +23,7 @@ def status_document(stats: CacheStats, metrics: CacheMetrics, config: CacheConfi
         "ranks": [dataclasses.asdict(status) for status in stats.ranks],
         "troubles": [str(trouble) for trouble in troubles_of(stats.processes)],
         "tiers": {"gpu": stats.gpu.by_state(), "cpu": stats.cpu.by_state()},
+        "rows": {row.name: row.by_state() for row in stats.rows},
         "storage": _storage_status(stats),
         "peers": _peer_status(metrics) if config.peer is not None else None,
         "hit_rates": dict(metrics.known_hit_rates()),
