@@ -66,6 +66,7 @@ class Checkpoints:
         self.taps = Taps()
         self.epoch = 0
         self.num_pinned_pages = self.num_made = 0  # the last: of all times
+        self._last_use = 0  # of any checkpoint, in the order of uses of runs
         policy.clear(self.is_leaf, _never_split)
 
     # -- looking
@@ -107,7 +108,9 @@ class Checkpoints:
         assert tuple(map(len, units)) == self.sizes.counts(boundary), "units of another boundary"
         there = deepest_within(run, end)
         if there is None or there.end != end:
-            checkpoint = Checkpoint(run, end, boundary, inserted=self.num_made + 1, last_used=run.last_used)
+            # As of the last use: by its run's, which nobody has used yet, it would be the first to go, before its
+            # request has ended.
+            checkpoint = Checkpoint(run, end, boundary, inserted=self.num_made + 1, last_used=self._last_use)
             checkpoint.num_pins = 1  # at once: ranked among those that may go, it would be taken out again
             self._take_units(checkpoint, units, giver)
             put_in(run, checkpoint)
@@ -165,12 +168,13 @@ class Checkpoints:
             came(checkpoint, tier)
         self._offer(checkpoint, tier)
 
-    def use(self, checkpoint: Checkpoint, *, is_first: bool = True) -> None:
+    def use(self, checkpoint: Checkpoint, *, is_first: bool = True, is_left: bool = False) -> None:
         """A request that was served by it, or has made it, has ended: it was used as its run was just now. Not
-        `is_first`: that request has been counted."""
+        `is_first`: that request has been counted. `is_left`: it is to go first, as if nobody had ever used it."""
         run: Run = checkpoint.run
         checkpoint.num_uses += is_first
-        checkpoint.last_used, checkpoint.notes = run.last_used, run.notes.with_sample(None)
+        checkpoint.last_used, checkpoint.notes = 0 if is_left else run.last_used, run.notes.with_sample(None)
+        self._last_use = max(self._last_use, run.last_used)
         if not checkpoint.num_pins:  # else it is ranked when it is let go
             self._offer_all(checkpoint)
 

@@ -15,6 +15,7 @@ from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.insight.flight.file import is_recording
 from fastdeploy_cache.launch.findings import check_target, console_beside, progress_on, write_json
 from fastdeploy_cache.launch.simulator.bound import Clairvoyant, infinite_hit_rate
+from fastdeploy_cache.launch.simulator.hybrid import HybridModel
 from fastdeploy_cache.launch.simulator.options import SimulateOptions
 from fastdeploy_cache.launch.simulator.plot import check_plot, draw
 from fastdeploy_cache.launch.simulator.recorded_trace import read_recorded_trace
@@ -41,16 +42,19 @@ def simulate(path: Path, options: SimulateOptions) -> None:
     if options.plot_file is not None:
         check_plot(options.plot_file)
     trace = _read(path, options)
-    block_bytes = _block_bytes(options.config_file, trace.block_size)
+    block_bytes, model = _of_config(options.config_file, trace.block_size)
     sizes = _tier_sizes(options, trace, block_bytes)
+    if model is not None and any(storage for _, _, storage in sizes):
+        raise LaunchError("--storage-blocks with a layout of several groups, which no store serves; leave it out")
     results, clairvoyant, interrupt = list[Replayed](), dict[int, float](), None
     try:
-        _replay_all(console, trace, sizes, policies, options, results=results, clairvoyant=clairvoyant)
+        _replay_all(console, trace, sizes, policies, options, model=model, results=results, clairvoyant=clairvoyant)
     except KeyboardInterrupt as error:
         if not results:
             raise
         interrupt = error
     found = _findings(path, trace, results, clairvoyant) | {"interrupted": interrupt is not None}
+    found["rows"] = [] if model is None else [str(row) for row in model.layout.rows]
     found |= {name: getattr(options, name) for name in ("write_policy", "storage_write_policy", "storage_admission")}
     if (speed := options.prefill_tokens_per_second) is not None:
         for row in found["results"]:
@@ -91,12 +95,13 @@ def _replay_all(
     policies: list[str],
     options: SimulateOptions,
     *,
+    model: HybridModel | None,
     results: list[Replayed],
     clairvoyant: dict[int, float],
 ) -> None:
     """Add each capacity under each policy to `results`, and the clairvoyant hit rate of each capacity."""
     replays: list[tuple[_Sizes, str | Clairvoyant]] = [(size, policy) for size in sizes for policy in policies]
-    if options.bound:
+    if options.bound and model is None:
         replays += [((size, 0, 0), Clairvoyant(trace, size)) for size in sorted(set(map(sum, sizes)))]
     policy_of_store = {"write_policy": options.storage_write_policy, "admission": options.storage_admission}
     with progress_on(console, is_transient=True) as progress:
@@ -111,7 +116,7 @@ def _replay_all(
                     progress.advance(bar, min(256, len(trace.requests) - number))
 
             store = StorePlan(num_blocks=storage, **policy_of_store)
-            replay = Replay(trace, gpu, cpu, policy, write_policy=options.write_policy, storage=store)
+            replay = Replay(trace, gpu, cpu, policy, write_policy=options.write_policy, storage=store, model=model)
             replayed = replay.run(on_request)
             if isinstance(policy, str):
                 results.append(replayed)
@@ -148,14 +153,16 @@ def _names(given: list[str]) -> list[str]:
     return names
 
 
-def _block_bytes(config_file: Path | None, block_size: int) -> int:
-    """One rank's bytes of a block of the trace, by the layout of a configuration; 0 where none is given."""
+def _of_config(config_file: Path | None, block_size: int) -> tuple[int, HybridModel | None]:
+    """One rank's bytes of a block of the trace, by the layout of a configuration, and its hybrid model if it is one; 0
+    and None where none is given."""
     if config_file is None:
-        return 0
+        return 0, None
     config = CacheConfig.load(config_file)
     if config.layout is None:
         raise LaunchError(f"{config_file} has no table [layout], which says how many bytes a block has")
-    return config.layout.for_rank(config.transfer.tp_size, block_size).block_bytes
+    block_bytes = config.layout.for_rank(config.transfer.tp_size, block_size).block_bytes
+    return block_bytes, HybridModel.of(config, block_size)
 
 
 def _tier_sizes(options: SimulateOptions, trace: Trace, block_bytes: int) -> list[_Sizes]:

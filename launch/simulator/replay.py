@@ -12,6 +12,7 @@ from fastdeploy_cache import CacheConfig, Match, PrefixCacheManager, Request, St
 from fastdeploy_cache.books.leaves.policy import EvictionPolicy
 from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import PromptTooLongError
+from fastdeploy_cache.launch.simulator.hybrid import HybridModel
 from fastdeploy_cache.launch.simulator.store import SimulatedStore
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceRequest
 from fastdeploy_cache.policies import new_policy
@@ -68,9 +69,11 @@ class Replay:
         *,
         write_policy: str = CacheConfig.cpu_write_policy,
         storage: StorePlan = StorePlan(),
+        model: HybridModel | None = None,
     ) -> None:
-        """`policy`: a name, or an object in its place. A store needs CPU blocks to go through."""
-        self._trace = trace
+        """`policy`: a name, or an object in its place. A store needs CPU blocks to go through. `model`: a hybrid one,
+        whose sizes are blocks of the full row."""
+        self._trace, self._model = trace, model
         self._now = 0.0
         self._policy = policy if isinstance(policy, str) else type(policy).__name__
         config = CacheConfig(
@@ -83,6 +86,7 @@ class Replay:
             min_prefetch_tokens=-(-CacheConfig.min_prefetch_tokens // trace.block_size),
             transfer_client="inline",
             insight=InsightConfig(what_if=False, flight_recorder_bytes=0),
+            **(model.settings(gpu_blocks) if model is not None else {}),  # type: ignore[arg-type]
         )
         if isinstance(policy, str):  # it has to know how many tokens a block really stands for
             size = max(gpu_blocks, cpu_blocks)
@@ -121,14 +125,18 @@ class Replay:
         self._hits[0] += match.num_gpu_tokens
         self._hits[1] += match.num_cpu_tokens
         self._hits[2] += match.num_storage_tokens
-        self.cache.allocate(request, len(tokens) - match.num_tokens)
-        self.cache.commit(request, num_blocks)
+        if self._model is not None:
+            self._model.compute(self.cache, request, match, num_blocks)
+        else:
+            self.cache.allocate(request, len(tokens) - match.num_tokens)
+            self.cache.commit(request, num_blocks)
         self.cache.release(request)
 
     def _match(self, request: Request) -> Match:
         """What is found of a request, with what comes from storage. Raises `PromptTooLongError`."""
         if self._store is None:
-            return self.cache.match(request)
+            match = self.cache.match(request)
+            return match.poll() if match.num_coming_tokens else match
         self.cache.prefetch(request)
         try:
             return self.cache.match(request).wait(0)  # every task has ended by now

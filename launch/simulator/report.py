@@ -16,6 +16,8 @@ def show(console: Console, found: dict[str, Any]) -> None:
         f"{found['trace']}: {found['requests']} requests, {tokens_text(found['tokens'])}, "
         f"{found['distinct_blocks']} distinct blocks of {found['block_size']} tokens"
     )
+    if found["rows"]:
+        console.print(f"A model with rows {', '.join(found['rows'])}; sizes are blocks of the full row")
     if found["skipped_lines"]:
         console.print(f"{found['skipped_lines']} bad line(s) were left out")
     if found["unnamed_tokens"] > 0.1 * found["tokens"]:
