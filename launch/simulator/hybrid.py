@@ -68,7 +68,7 @@ class HybridModel:
         return KVGroup(kind=row.kind, reach_tokens=reach, layers=(number,), head_dim=size)
 
     def _num_units(self, num_gpu_blocks: int) -> tuple[int, ...]:
-        """As the configuration has them, and at least what one request and a piece of its prompt need."""
+        """Units as the configuration has them, and at least what a request and a piece of its prompt need."""
         real = dataclasses.replace(
             self.config, block_size=self.block_size, num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=0, storage=None
         )
