@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Iterator, Sequence
+from itertools import islice
 from typing import cast
 
 from fastdeploy_cache.books.block_pool import TASK, Owner
-from fastdeploy_cache.books.checkpoint import Checkpoint, deepest_within
+from fastdeploy_cache.books.checkpoint import Checkpoint, chain_of, deepest_within
 from fastdeploy_cache.books.checkpoint_counts import CheckpointCounts
 from fastdeploy_cache.books.checkpoints import Checkpoints, RowSizes, Units, all_checkpoints
 from fastdeploy_cache.books.evicting_rows import RowEviction
@@ -21,6 +22,8 @@ from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.books.trimming import Trimmer
 from fastdeploy_cache.books.unit_pool import UnitPool
 from fastdeploy_cache.ipc.clock import Clock
+
+_MOST_LOOKED = 64
 
 
 class RowBooks:
@@ -100,14 +103,33 @@ class RowBooks:
     def keep(self, pinned: PinnedPrefix) -> None:
         """Pin the deepest checkpoint within a prefix that is pinned."""
         assert pinned.checkpoint is None and pinned.pin is not None
-        run, end = pinned.pin.run, pinned.pin.end
-        while (above := run.parent) is not None:
-            checkpoint = deepest_within(run, end)
+        checkpoint = self.deepest_within(pinned.pin.run.path(), pinned.num_blocks)
+        if checkpoint is not None:
+            self.checkpoints.pin(checkpoint)
+            pinned.checkpoint = checkpoint
+
+    @staticmethod
+    def deepest_within(path: Sequence[Run], num_blocks: int) -> Checkpoint | None:
+        """The deepest checkpoint within the first blocks of a path."""
+        depth = sum([run.num_blocks for run in path])
+        for run in reversed(path):
+            depth -= run.num_blocks
+            checkpoint = deepest_within(run, num_blocks - depth)
             if checkpoint is not None:
-                self.checkpoints.pin(checkpoint)
-                pinned.checkpoint = checkpoint
-                return
-            run, end = above, above.num_blocks
+                return checkpoint
+        return None
+
+    @staticmethod
+    def next_behind(run: Run, num_blocks: int) -> int | None:
+        """The boundary of a checkpoint behind the first blocks of a path that ends in this run: the first in it, or one
+        of the nearest in those that go on from it. At most so many runs are looked at that it takes no time."""
+        level = [run]
+        for _ in range(_MOST_LOOKED):
+            found = [each.boundary for below in level for each in chain_of(below) if each.boundary > num_blocks]
+            level = [child for below in level for child in islice(below.children.values(), _MOST_LOOKED)][:_MOST_LOOKED]
+            if found or not level:
+                return min(found, default=None)
+        return None
 
     def end_keeping(self, pinned: PinnedPrefix) -> None:
         """The reverse."""

@@ -15,6 +15,7 @@ WHAT_IF_NOT_KNOWN = (
     "not known yet: it takes 10 requests, which are counted from the first metrics endpoint or the first such look on, "
     "so perhaps from now on; with insight.what_if off it is never known"
 )
+_MOST_CHECKPOINTS = 3  # that are shown of one prefix
 _WORDS = ("prefix", "request", "phase", "state", "matched", "namespace")
 
 
@@ -105,7 +106,9 @@ def _worth(document: Mapping[str, Any]) -> list[str]:
 
 def top_table(prefixes: Sequence[Mapping[str, Any]]) -> Table:
     """Prefixes, a row for each."""
-    columns = ("prefix", "namespace", "tokens", "uses", "GPU\nblocks", "CPU\nblocks", "used\nbefore", "goes\non", "pin")
+    has_checkpoints = any(each.get("checkpoint_tokens") for each in prefixes)
+    columns = ["prefix", "namespace", "tokens", "uses", "GPU\nblocks", "CPU\nblocks", "used\nbefore", "goes\non", "pin"]
+    columns += ["last check-\npoint at"] * has_checkpoints
     told = ("name", "namespace", "num_prefix_tokens", "num_uses", "num_gpu_blocks", "num_cpu_blocks")
     rows = [
         (
@@ -113,6 +116,7 @@ def top_table(prefixes: Sequence[Mapping[str, Any]]) -> Table:
             seconds_ago(each["idle_seconds"]).replace("under ", "<"),
             each["num_children"],
             "yes" if each["is_pinned"] else "",
+            *[next(iter(each.get("checkpoint_tokens", ())[::-1]), "")] * has_checkpoints,
         )
         for each in prefixes
     ]
@@ -136,11 +140,20 @@ def _hang(tree: Tree, found: Mapping[str, Any]) -> None:
         text = (
             f"{each['name']}: {tokens}, {uses}, {each['num_gpu_blocks']} GPU and "
             f"{counted(each['num_cpu_blocks'], 'CPU block')}, used {seconds_ago(each['idle_seconds'])} before"
-            f"{space}{pinned}"
+            f"{_checkpoints(each.get('checkpoint_tokens', ()))}{space}{pinned}"
         )
         _hang(tree.add(text), each)
     if found["num_left_out"]:
         tree.add(f"and {found['num_left_out']} more")
+
+
+def _checkpoints(tokens: Sequence[int]) -> str:
+    """Where a prefix of a hybrid model has some: the last few."""
+    if not tokens:
+        return ""
+    shown = ", ".join(map(str, tokens[-_MOST_CHECKPOINTS:]))
+    more = f" and {len(tokens) - _MOST_CHECKPOINTS} before" if len(tokens) > _MOST_CHECKPOINTS else ""
+    return f", {'checkpoints' if len(tokens) > 1 else 'checkpoint'} at {shown}{more}"
 
 
 def requests_table(found: Mapping[str, Any]) -> Table:
@@ -176,6 +189,9 @@ def ranks_table(found: Mapping[str, Any]) -> Table:
 
 def pins_table(pins: Sequence[Mapping[str, Any]]) -> Table:
     """Pins, a row for each, the next to end first."""
-    told = ("name", "num_tokens", "num_blocks", "num_gpu_blocks")
-    rows = [(*(each[name] for name in told), seconds_ago(each["seconds_left"])) for each in pins]
-    return table_of(("prefix", "tokens", "blocks", "of them\non the GPU", "ends in"), rows, words=_WORDS)
+    told = ["name", "num_tokens", "num_blocks", "num_gpu_blocks"]
+    columns = ["prefix", "tokens", "blocks", "of them\non the GPU"]
+    if any(each.get("checkpoint_tokens") is not None for each in pins):
+        told, columns = [*told, "checkpoint_tokens"], [*columns, "goes\non at"]
+    rows = [(*(each.get(name) for name in told), seconds_ago(each["seconds_left"])) for each in pins]
+    return table_of((*columns, "ends in"), rows, words=_WORDS)

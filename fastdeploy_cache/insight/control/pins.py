@@ -29,13 +29,15 @@ _JOIN_SECONDS, _AGAIN_SECONDS = 5.0, 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class PinView:
-    """A pin. `name` is that of the prefix; `num_gpu_blocks` of its `num_blocks` are on the GPU now."""
+    """A pin. `name` is that of the prefix; `num_gpu_blocks` of its `num_blocks` are on the GPU now. Of a hybrid model a
+    request goes on behind `checkpoint_tokens` of its tokens, where the checkpoint lies that is kept, too."""
 
     name: str
     num_tokens: int
     num_blocks: int
     num_gpu_blocks: int
     seconds_left: float
+    checkpoint_tokens: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +144,7 @@ class Pins:
             known = None
         if known is None:
             self._check_room(num_blocks)
+            self._check_checkpoint(path, num_blocks)
             known = self._held[name] = _Held(self._books.pin_prefix(path, num_blocks), 0.0)
         before, known.ends_at = known.ends_at, self._books.clock.now() + seconds
         try:
@@ -164,14 +167,26 @@ class Pins:
                 "by insight.max_pinned_share: the rest is for requests"
             )
 
+    def _check_checkpoint(self, path: list[Run], num_blocks: int) -> None:
+        """Raise `ControlError` for a prefix of a hybrid model that nobody could use."""
+        rows = self._books.rows
+        if rows is None or rows.deepest_within(path, num_blocks) is not None:
+            return
+        boundary = rows.next_behind(path[-1], num_blocks)
+        what = f"no checkpoint lies within these {num_blocks * self._size} tokens, so no request could go on there"
+        if boundary is None:
+            raise ControlError(f"{what}, and none behind them; nothing was pinned")
+        raise ControlError(f"{what}; the next one lies behind {boundary * self._size} tokens. Nothing was pinned")
+
     def _view(self, name: str, held: _Held) -> PinView:
-        pin, num_blocks = held.prefix.pin, held.prefix.num_blocks
+        pin, num_blocks, checkpoint = held.prefix.pin, held.prefix.num_blocks, held.prefix.checkpoint
         return PinView(
             name=name,
             num_tokens=num_blocks * self._size,
             num_blocks=num_blocks,
             num_gpu_blocks=num_gpu(pin.run.path(), num_blocks) if pin is not None else 0,
             seconds_left=max(0.0, held.ends_at - self._books.clock.now()),
+            checkpoint_tokens=checkpoint.boundary * self._size if checkpoint is not None else None,
         )
 
     def _arm(self) -> None:

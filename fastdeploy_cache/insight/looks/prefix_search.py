@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.checkpoint import chain_of
 from fastdeploy_cache.books.run import CPU, Run
 from fastdeploy_cache.insight.looks.pieces import hash_in_pieces, is_cached, run_in_turns, runs_in
 from fastdeploy_cache.insight.looks.prefix_views import PrefixView, TreeView
@@ -141,4 +142,5 @@ class PrefixSearch:
             num_uses=run.num_uses,
             idle_seconds=max(0.0, now - used_last) if used_last else None,
             num_children=len(run.children),
+            checkpoint_tokens=tuple([each.boundary * size for each in chain_of(run)][::-1]),
         )

@@ -20,6 +20,7 @@ class PrefixView:
         is_pinned: a pin that an operator or an adapter's caller has set ends here.
         num_uses: requests whose prefix it was.
         idle_seconds: since a request that used it has ended, or else since its first blocks came; None: not known.
+        checkpoint_tokens: of a hybrid model, after how many tokens of the prompt there are checkpoints in it.
         num_children: runs that go on from here. children: those of them that are shown, the most used first.
     """
 
@@ -36,6 +37,7 @@ class PrefixView:
     idle_seconds: float | None
     num_children: int
     children: tuple[PrefixView, ...] = ()
+    checkpoint_tokens: tuple[int, ...] = ()
 
     @property
     def num_left_out(self) -> int:

@@ -228,6 +228,8 @@ function why(node) {
     parts.push(`It stays at least as long as one of the ${node.num_children} that go on from it. `);
   else parts.push("Nothing holds it: it goes when room is needed and the eviction policy names it. ");
   parts.push(`${node.num_uses} requests have used it, and it was ${idleText(node)}. `);
+  if (node.checkpoint_tokens.length)
+    parts.push(`Requests go on at its checkpoints, after ${node.checkpoint_tokens.map(count).join(", ")} tokens. `);
   if (node.num_left_out) parts.push(`${node.num_left_out} that go on from it are not shown. `);
   if (node.namespace !== "default") parts.push(`Its namespace is ${node.namespace}. `);
   return parts;
