@@ -73,7 +73,7 @@ def test_units_and_checkpoints_are_counted(cache: PrefixCacheManager) -> None:
 
 def test_a_snapshot_without_a_slot_is_counted_as_refused() -> None:
     """And the request goes on."""
-    with manager(num_gpu_units=(2, 12)) as cache:
+    with manager(num_gpu_units=(3, 12)) as cache:
         first = computed(cache, "first")
         second, new = started(cache, "second", [7] * 10)
         assert cache.stats().checkpoints.num_refused == 0
