@@ -56,3 +56,4 @@ TEXTS: Final = {
     Cause.LAST: "the last token of a prompt is always computed",
     Cause.UNANCHORED: "no checkpoint lies behind this part at which the model could go on",
 }
+ROW_SHORT: Final = "units were short of the row"  # and its name: why a checkpoint has left the GPU

@@ -24,6 +24,7 @@ class RowEviction:
     def __init__(self, residency: Residency, checkpoints: Checkpoints, trim_some: Callable[[], bool]) -> None:
         self._residency, self._checkpoints, self._trim_some = residency, checkpoints, trim_some
         residency.make_room = self.evict_blocks
+        self.num_by_row = [0] * len(checkpoints.pools)  # checkpoints that have left the GPU since its units were short
 
     def evict_blocks(self, tier: Tier, num_blocks: int) -> None:
         """Free `num_blocks` blocks of a tier or more: leaves by policy, and in the CPU tier also images."""
@@ -88,6 +89,7 @@ class RowEviction:
             checkpoint = self._checkpoints.coldest(GPU, row)
             assert checkpoint is not None, f"{num_units} units of {pool.name} were promised, and nothing can go"
             run: Run = checkpoint.run
+            self.num_by_row[row] += 1
             self._checkpoints.leave(checkpoint, GPU, Loss.UNITS)
             self._trim(run, Loss.UNITS)
 

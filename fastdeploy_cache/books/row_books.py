@@ -67,6 +67,12 @@ class RowBooks:
                 return False
         return True
 
+    @property
+    def shortest_row(self) -> str:
+        """The row for whose units the most checkpoints have left the GPU."""
+        counts = self._eviction.num_by_row
+        return str(self.checkpoints.sizes.rows[counts.index(max(counts))])
+
     def follow_with(self, policy: LeastRecentlyUsed) -> None:
         """Rank checkpoints by another policy from now on, as `GuardedPolicy.follow_with` does with runs."""
         self.checkpoints.policy.follow_with(policy)

@@ -22,7 +22,7 @@ from fastdeploy_cache.requests.explanation import Explanation, Hit, Hop, Miss
 from fastdeploy_cache.requests.trail import MissedBlocks, Trail
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 
-_LOST_FROM = {Loss.GPU: "gpu", Loss.CPU: "cpu"}
+_LOST_FROM = {Loss.GPU: "gpu", Loss.CPU: "cpu", Loss.UNITS: "gpu"}
 _NOTHING = (0, 0, 0)
 _LAST_PLACE, _PARTIAL_PLACE = Cause.LAST.place, Cause.PARTIAL.place
 

@@ -17,7 +17,7 @@ from fastdeploy_cache.books.block_marks import (
     word_of,
 )
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.causes import OTHER_WEIGHTS, Cause
+from fastdeploy_cache.books.causes import OTHER_WEIGHTS, ROW_SHORT, Cause
 from fastdeploy_cache.books.lost_blocks import Lost
 from fastdeploy_cache.books.mishaps import contained
 from fastdeploy_cache.books.run import Run
@@ -44,7 +44,7 @@ class Misses:
     """Asks what is remembered, what is being computed, and what is cached under other names."""
 
     def __init__(self, books: Books) -> None:
-        self.mishaps = books.mishaps
+        self.mishaps, self._rows = books.mishaps, books.rows
         self._tree, self._lost, self._size = books.tree, books.residency.lost, books.tree.block_bytes
         self.computing = Computing(books.tree.block_bytes)
 
@@ -143,10 +143,9 @@ class Misses:
                 if not num_computing:
                     break
                 part = (Cause.UNCOMMITTED, num_computing, None, 0.0, "")
-            cause, num_blocks, kind, at, _ = part
-            num_blocks = min(num_blocks, end - block)
+            num_blocks = min(part[1], end - block)
             block += num_blocks
-            _add(parts, cause, num_blocks, kind, at)
+            _add(parts, (part[0], num_blocks, *part[2:4], self._detail(part[2])))
         if not parts and keys.extras is not None and (num_same := self._num_with_other_images(active, path, block)):
             parts.append((Cause.IMAGE, num_same, None, 0.0, ""))
             block += num_same
@@ -157,6 +156,11 @@ class Misses:
             has_forgotten = self._lost.num_forgotten or not self._tree.graves.are_empty
             parts.append((_FORGOTTEN if has_forgotten else _NEW, end - block, None, 0.0, ""))
         return parts
+
+    def _detail(self, kind: Loss | None) -> str:
+        if kind is Loss.UNITS and self._rows is not None:
+            return f"{ROW_SHORT} {self._rows.shortest_row!r}"
+        return _DETAILS.get(kind, "")
 
     def _lost_at(
         self, key: int, root: bytes | bytearray, active: ActiveRequest, block: int, end: int
@@ -223,8 +227,9 @@ def _extra_of(keys: BlockKeys, num_blocks: int) -> int:
     return word_of(*[extra for place, extra in sorted((keys.extras or {}).items()) if place < num_blocks])
 
 
-def _add(parts: list[MissedBlocks], cause: Cause, num_blocks: int, kind: Loss | None, at: float) -> None:
+def _add(parts: list[MissedBlocks], part: MissedBlocks) -> None:
     """What was lost together with the part in front belongs to that."""
+    cause, num_blocks, kind, at, detail = part
     if parts and parts[-1][:3:2] == (cause, kind) and abs(parts[-1][3] - at) < _AT_ONCE_SECONDS:
         num_blocks += parts.pop()[1]
-    parts.append((cause, num_blocks, kind, at, _DETAILS.get(kind, "")))
+    parts.append((cause, num_blocks, kind, at, detail))

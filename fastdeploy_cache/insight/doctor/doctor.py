@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 
-from fastdeploy_cache.books.causes import NO_ROOM_TO_FETCH, OTHER_WEIGHTS, Cause
+from fastdeploy_cache.books.causes import NO_ROOM_TO_FETCH, OTHER_WEIGHTS, ROW_SHORT, Cause
 from fastdeploy_cache.errors import counted, duration, named
 from fastdeploy_cache.insight.doctor.evidence import Evidence
 from fastdeploy_cache.insight.doctor.finding import MIN_REQUESTS, MIN_SHARE, Finding
@@ -92,7 +92,7 @@ def _store(case: Evidence) -> Iterator[Finding]:
 
 
 def _evicted(case: Evidence) -> Iterator[Finding]:
-    misses = case.misses_for(Cause.EVICTED)
+    misses = [miss for miss in case.misses_for(Cause.EVICTED) if not _is_of_row(miss)]
     for tier in ("cpu", "gpu"):
         lost = [miss for miss in misses if miss.tier == tier]
         if (share := case.share(lost)) < MIN_SHARE:
@@ -121,6 +121,10 @@ def _evicted(case: Evidence) -> Iterator[Finding]:
             advice = f"Give the cache a CPU tier (num_cpu_blocks), or more than {num_gpu_blocks} num_gpu_blocks."
         sizes = "" if name == "evicted_before_copied" else _size_that_pays(case)
         yield Finding(name=name, evidence=evidence, advice=advice + sizes, share=share)
+
+
+def _is_of_row(miss: Miss) -> bool:
+    return miss.detail is not None and miss.detail.startswith(ROW_SHORT)
 
 
 def _size_that_pays(case: Evidence) -> str:
@@ -260,6 +264,13 @@ _BY_REQUESTS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
         Cause.IMAGE,
         "they are cached with another image",
         "See that an image has the same hash each time that it is sent.",
+    ),
+    _simple(
+        "row_short",
+        Cause.EVICTED,
+        "their checkpoints made room for others in a row of the model",
+        "Raise num_gpu_units of that row, or give the cache a CPU tier (num_cpu_blocks), which keeps checkpoints, too.",
+        chosen=_is_of_row,
     ),
     _simple(
         "no_checkpoints",
