@@ -150,6 +150,7 @@ class Checkpoints:
 
     def _take_units(self, checkpoint: Checkpoint, units: Units, giver: Owner) -> None:
         packed, num_taken = b"".join([ids.tobytes() for ids in units]), 0
+        self.sizes.parts(checkpoint.boundary)  # from now on they are known: who pins it asks for no memory
         try:
             for pool, ids in zip(self.pools, units, strict=True):
                 pool.take(ids, giver)
@@ -199,8 +200,15 @@ class Checkpoints:
             self._pin_units(checkpoint)
 
     def _pin_units(self, checkpoint: Checkpoint) -> None:
-        for pool, ids in zip(self.pools, self.unit_ids(checkpoint), strict=True):
+        for pool, ids in self._views(checkpoint):
             pool.pin(ids)
+
+    def _views(self, checkpoint: Checkpoint) -> Iterator[tuple[UnitPool, memoryview[int]]]:
+        """Its units on the GPU, by row, without a list of them: who pins or lets go has to do so."""
+        if checkpoint.units:
+            ids = memoryview(checkpoint.units).cast("i")
+            for pool, part in zip(self.pools, self.sizes.parts(checkpoint.boundary), strict=True):
+                yield pool, ids[part]
 
     def unpin(self, checkpoint: Checkpoint) -> None:
         """The reverse. Where it is of an earlier epoch it goes with its last holder."""
@@ -209,7 +217,7 @@ class Checkpoints:
         if checkpoint.num_pins:
             return
         self.num_pinned_pages -= len(checkpoint.pages or b"") // ID_BYTES
-        for pool, ids in zip(self.pools, self.unit_ids(checkpoint), strict=True):
+        for pool, ids in self._views(checkpoint):
             pool.unpin(ids)
         if not self._is_here(checkpoint):
             self.drop(checkpoint, Loss.RESET)
@@ -225,7 +233,7 @@ class Checkpoints:
         if tier:
             self._free_pages(checkpoint, why)
         else:
-            for pool, ids in zip(self.pools, self.unit_ids(checkpoint), strict=True):
+            for pool, ids in self._views(checkpoint):
                 pool.let_go(ids)
             was_there, checkpoint.units = checkpoint.units is not None, None
             self._left(checkpoint, GPU, why, was_there=was_there)
@@ -272,18 +280,15 @@ class Checkpoints:
                 take_out(checkpoint.run, checkpoint)
 
     def lose_images(self, tree: Chains) -> None:
-        """The CPU tier has no memory any more. Who is pinned is on the GPU, too; else it goes, and the leaves that end
-        there are the caller's to trim."""
+        """The CPU tier has no memory any more. What is nowhere then goes; the leaves that end there are the caller's to
+        trim."""
         for checkpoint in all_checkpoints(tree):
             if checkpoint.pages is None:
                 continue
             self._unpin_pages(checkpoint)
             self._free_pages(checkpoint, Loss.RANK)
-            if checkpoint.units is None and not checkpoint.num_pins:
+            if checkpoint.units is None and not checkpoint.num_pins:  # else a load keeps it that could not land
                 take_out(checkpoint.run, checkpoint)
-            else:
-                is_old = not self._is_here(checkpoint)
-                assert is_old or checkpoint.units is not None, "somebody keeps a checkpoint that is nowhere"
 
     def _unpin_pages(self, checkpoint: Checkpoint) -> None:
         if checkpoint.num_pins:

@@ -161,6 +161,10 @@ def usable_checkpoints(
         checkpoint = deepest_within(run, num_blocks - depth) if run.checkpoint is not None else None
         while checkpoint is not None:
             boundary = checkpoint.boundary
+            is_nowhere = checkpoint.units is None and checkpoint.pages is None  # a load keeps it that could not land
+            if is_nowhere:
+                checkpoint = checkpoint.above
+                continue
             if not prompt.images or usable_end(prompt, boundary, block_size) == boundary:
                 deepest = deepest or checkpoint
                 if on_gpu < 0:

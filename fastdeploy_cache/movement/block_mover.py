@@ -105,7 +105,7 @@ class BlockMover:
         """Start copying the first tokens of one block of a run into a free GPU block; there is one."""
         ids = self._books.take(1, GPU, TASK)
         try:
-            transfer, cargo = self._new_transfer(GPU), OneBlock(self._books, Pin(run, block + 1), ids)
+            transfer, cargo = self.new_transfer(GPU), OneBlock(self._books, Pin(run, block + 1), ids)
             transfer.cargo = cargo
             source_ids = run.ids_in(GPU, block, block + 1)
             self._send(transfer, self._new_task(transfer, TaskKind.COPY, source_ids, ids, num_tokens))
@@ -119,22 +119,20 @@ class BlockMover:
     ) -> Transfer:
         """Start a copy from or into blocks that are no run's. The destinations are the task's already; where this
         raises they stay so, and are the caller's to give back."""
-        transfer = self._new_transfer(CPU if kind is TaskKind.SWAP_OUT else GPU)
+        transfer = self.new_transfer(CPU if kind is TaskKind.SWAP_OUT else GPU)
         transfer.cargo = cargo
         self._send(transfer, self._new_task(transfer, kind, sources, cargo.ids, num_tokens))
         return transfer
 
     def send_image(
-        self, tier: Tier, cargo: Cargo, kind: TaskKind, pages: array[int], units: Sequence[array[int]]
-    ) -> Transfer:
+        self, transfer: Transfer, cargo: Cargo, kind: TaskKind, pages: array[int], units: Sequence[array[int]]
+    ) -> None:
         """Start moving a checkpoint between its units, by row, and its pages. Where this raises the destinations are
         the caller's to give back, as in `copy_for_caller`."""
-        transfer, nothing = self._new_transfer(tier), array("i")
-        transfer.cargo = cargo
-        sources, destinations = (nothing, pages) if tier is CPU else (pages, nothing)
+        nothing, transfer.cargo = array("i"), cargo
+        sources, destinations = (nothing, pages) if transfer.tier is CPU else (pages, nothing)
         task = self._new_task(transfer, kind, sources, destinations)
         self._send(transfer, dataclasses.replace(task, units=tuple([as_int32(ids) for ids in units])))
-        return transfer
 
     def barrier(self, kind: TaskKind) -> Transfer:
         """An empty task: it ends when every rank's lane has done what came before it."""
@@ -149,7 +147,7 @@ class BlockMover:
             sources += run.ids_in(CPU if tier is GPU else GPU, start, start + num_blocks)
         destinations = self._books.take(len(sources), tier, TASK)
         try:
-            transfer, position = self._new_transfer(tier), 0
+            transfer, position = self.new_transfer(tier), 0
             for run, first, num_blocks in parts:
                 ids = destinations[position : position + num_blocks]
                 transfer.segments.append(Segment(transfer, run, first, ids))
@@ -161,7 +159,8 @@ class BlockMover:
             self._tree.pools[tier].free(destinations, TASK)
             raise
 
-    def _new_transfer(self, tier: Tier) -> Transfer:
+    def new_transfer(self, tier: Tier) -> Transfer:
+        """One that nobody has sent."""
         transfer = Transfer(self._next_task_id, tier, self._clock.event())
         self._next_task_id += 1
         return transfer

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import cast
 
 from fastdeploy_cache.books.books import Books
@@ -12,6 +13,7 @@ from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.movement.images import ImageMover
 
 _MAX_LOOKED = 256  # checkpoints that one look at the cold end goes over: about a millisecond
+_MAX_STARTED = 16  # copies that one call starts: the ranks' queue is asked for room before it has these
 _MAX_BYTES_IN_FLIGHT = 256 * 2**20  # of a rank, that looks have started
 
 
@@ -30,15 +32,21 @@ class ImageCopies:
 
     def store(self, path: Iterable[Run], *, into_free: bool) -> int:
         """Start copying what checkpoints of these runs have no copy; with `into_free` only into free pages. Returns how
-        many should have been copied and could not be."""
+        many pages should have been filled and could not be."""
         wanted = [each for run in path for each in chain_of(run) if self._is_uncopied(each)]
-        for number, checkpoint in enumerate(wanted):
-            num_pages, residency = self._checkpoints.sizes.num_pages(checkpoint.boundary), self._books.residency
-            num_room = self._pool.num_free if into_free else residency.num_available(CPU)
-            if num_pages > num_room or not self._images.can_store:
-                return len(wanted) - number
-            self._images.store(checkpoint)
-        return 0
+        num_started = 0
+        for checkpoint in wanted[:_MAX_STARTED]:
+            if not self._images.can_store or not self._images.store(checkpoint, self._room(into_free=into_free)):
+                break
+            num_started += 1
+        num_pages = self._checkpoints.sizes.num_pages
+        return sum([num_pages(each.boundary) for each in wanted[num_started:]])
+
+    def _room(self, *, into_free: bool) -> Callable[[int], bool]:
+        def has_room(num_pages: int) -> bool:
+            return num_pages <= (self._pool.num_free if into_free else self._books.residency.num_available(CPU))
+
+        return has_room
 
     def _is_uncopied(self, checkpoint: Checkpoint) -> bool:
         is_here = checkpoint.run is not None and checkpoint.run.epoch == self._checkpoints.epoch
@@ -54,10 +62,9 @@ class ImageCopies:
     def look_ahead(self) -> None:
         """Start copying what would lose its units next. Such a copy takes free pages, or those of something colder."""
         for checkpoint in self._coldest():
-            num_pages = self._checkpoints.sizes.num_pages(checkpoint.boundary)
-            if not self._images.can_store or not self._rows.make_room_below(checkpoint, num_pages):
+            has_room = partial(self._rows.make_room_below, checkpoint)
+            if not self._images.can_store or not self._images.store(checkpoint, has_room):
                 break
-            self._images.store(checkpoint)
 
     def _coldest(self) -> list[Checkpoint]:
         """Those without a copy that are next to give up their units, as far as each row has fewer free ones than it
@@ -67,7 +74,7 @@ class ImageCopies:
             num_short = reserve - self._checkpoints.pools[row].pool.num_free
             if num_short > 0:
                 found.update(dict.fromkeys(self._coldest_of(row, num_short)))
-        return list(found)[: max(0, self._max_in_flight - self._images.num_storing)]
+        return list(found)[: max(0, min(_MAX_STARTED, self._max_in_flight - self._images.num_storing))]
 
     def _coldest_of(self, row: int, num_units: int) -> list[Checkpoint]:
         found, walk = list[Checkpoint](), self._checkpoints.policy.coldest(GPU)

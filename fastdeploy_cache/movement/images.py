@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fastdeploy_cache.books.block_pool import TASK
 from fastdeploy_cache.books.books import Books
@@ -18,13 +18,16 @@ from fastdeploy_cache.transfer_manager.task import TaskKind
 class ImageLanding:
     """A checkpoint that comes to another tier. See `fastdeploy_cache.books.transfer.Cargo`."""
 
-    def __init__(self, rows: RowBooks, books: Books, checkpoint: Checkpoint, tier: Tier) -> None:
-        """It has no destinations yet. The checkpoint is pinned once for it."""
-        self._rows, self._books, self._tier = rows, books, tier
+    def __init__(
+        self, books: Books, rows: RowBooks, checkpoint: Checkpoint, moving: dict[Checkpoint, Transfer]
+    ) -> None:
+        """It has no destinations yet. The checkpoint is pinned once for it. `moving`: where it is noted meanwhile."""
+        self._rows, self._books, self._moving = rows, books, moving
         self.checkpoint = checkpoint
         self.units: list[array[int]] = []  # of a load
         self.pages = array("i")  # of a copy down
         self.pins: Sequence[Pin] = ()
+        self.transfer: Transfer | None = None
 
     @property
     def ids(self) -> Sequence[int]:
@@ -35,10 +38,12 @@ class ImageLanding:
         return 0
 
     def end(self, succeeded: bool) -> None:
-        if self._tier is GPU and self.units:
+        if self._moving.get(self.checkpoint) is self.transfer:  # else another one was started, as this was cancelled
+            del self._moving[self.checkpoint]
+        if self.units:
             self._rows.end_units(self.checkpoint, self.units, succeeded)
             self.units = []
-        if self._tier is CPU and self.pages:
+        if self.pages:
             self._rows.end_pages(self.checkpoint, self.pages, succeeded)
             self.pages = array("i")
         if self.pins:
@@ -53,24 +58,27 @@ class ImageMover:
     def __init__(self, books: Books, rows: RowBooks, mover: BlockMover) -> None:
         self._books, self._tree, self._rows, self._mover = books, books.tree, rows, mover
         self._sizes = rows.checkpoints.sizes
+        self._moving: tuple[dict[Checkpoint, Transfer], ...] = ({}, {})  # by destination: the newest of each
 
-    def load(self, checkpoint: Checkpoint) -> Transfer:
+    def load(self, checkpoint: Checkpoint) -> None:
         """Start bringing one to the GPU, of which the CPU tier has the image; there is room in each row."""
         assert checkpoint.pages is not None
-        return self._start(checkpoint, GPU, TaskKind.SWAP_IN)
+        self._start(checkpoint, GPU, TaskKind.SWAP_IN, lambda _: True)
 
-    def store(self, checkpoint: Checkpoint) -> Transfer:
-        """Start copying one down; the pages are free."""
+    def store(self, checkpoint: Checkpoint, has_room: Callable[[int], bool]) -> bool:
+        """Start copying one down, if there is room for so many pages. That is asked when the checkpoint is pinned: or
+        what makes room might take it, or count on what it holds."""
         assert checkpoint.units is not None
-        return self._start(checkpoint, CPU, TaskKind.SWAP_OUT)
+        return self._start(checkpoint, CPU, TaskKind.SWAP_OUT, has_room)
 
     def loading(self, checkpoint: Checkpoint) -> Transfer | None:
         """The load that brings one to the GPU, and that is wanted."""
-        return self._coming(checkpoint, GPU)
+        transfer = self._moving[GPU].get(checkpoint)
+        return transfer if transfer is not None and not transfer.cancelled else None
 
     def is_storing(self, checkpoint: Checkpoint) -> bool:
         """Whether one is on its way to the CPU tier."""
-        return self._coming(checkpoint, CPU) is not None
+        return checkpoint in self._moving[CPU]
 
     @property
     def can_store(self) -> bool:
@@ -80,7 +88,7 @@ class ImageMover:
     @property
     def num_storing(self) -> int:
         """How many are on their way to the CPU tier."""
-        return sum([transfer.tier is CPU for transfer, _ in self._moving()])
+        return len(self._moving[CPU])
 
     def num_lacking(self, checkpoint: Checkpoint) -> tuple[int, str] | None:
         """How many units a load of it lacks, and of which row; None: there is room."""
@@ -90,37 +98,41 @@ class ImageMover:
                 return count - pool.num_available, str(row)
         return None
 
-    def _moving(self) -> list[tuple[Transfer, Checkpoint]]:
-        moving = self._mover.in_flight.values()
-        return [
-            (transfer, transfer.cargo.checkpoint) for transfer in moving if isinstance(transfer.cargo, ImageLanding)
-        ]
-
-    def _coming(self, checkpoint: Checkpoint, tier: Tier) -> Transfer | None:
-        for transfer, moved in self._moving():
-            if moved is checkpoint and transfer.tier is tier and not transfer.cancelled and not transfer.done.is_set():
-                return transfer
-        return None
-
-    def _start(self, checkpoint: Checkpoint, tier: Tier, kind: TaskKind) -> Transfer:
+    def _start(self, checkpoint: Checkpoint, tier: Tier, kind: TaskKind, has_room: Callable[[int], bool]) -> bool:
         """All of it or nothing."""
-        hold = Pin(checkpoint.run, checkpoint.end)  # or what makes room might take the very checkpoint
+        hold = Pin(checkpoint.run, checkpoint.end)
         self._tree.pin(hold)
         try:
             self._rows.checkpoints.pin(checkpoint)
-            cargo = ImageLanding(self._rows, self._books, checkpoint, tier)
+            is_started = False
             try:
-                self._take(cargo, tier)
-                # Not before: what made room may have joined runs, and a pin that nobody knows follows no block.
-                cargo.pins = (Pin(checkpoint.run, checkpoint.end),)
-                transfer = self._mover.send_image(tier, cargo, kind, *self._ids(cargo, tier))
-            except BaseException:
-                self._give_back(cargo)
-                self._rows.checkpoints.unpin(checkpoint)
-                raise
+                is_started = has_room(self._sizes.num_pages(checkpoint.boundary)) and self._send(checkpoint, tier, kind)
+            finally:
+                if not is_started:
+                    self._rows.checkpoints.unpin(checkpoint)
         finally:
             self._tree.unpin(hold)
-        return transfer
+        return is_started
+
+    def _send(self, checkpoint: Checkpoint, tier: Tier, kind: TaskKind) -> bool:
+        moving = self._moving[tier]
+        cargo = ImageLanding(self._books, self._rows, checkpoint, moving)
+        before = moving.get(checkpoint)
+        try:
+            self._take(cargo, tier)
+            # Not before: what made room may have joined runs, and a pin that nobody knows follows no block.
+            cargo.pins = (Pin(checkpoint.run, checkpoint.end),)
+            cargo.transfer = moving[checkpoint] = self._mover.new_transfer(tier)
+            self._mover.send_image(cargo.transfer, cargo, kind, *self._ids(cargo, tier))
+        except BaseException:
+            moving.pop(checkpoint, None)
+            if before is not None:
+                moving[checkpoint] = before
+            for pool, units in zip(self._rows.checkpoints.pools, cargo.units, strict=False):
+                pool.pool.free_each(units, TASK)
+            self._books.pools[CPU].free_each(cargo.pages, TASK)
+            raise
+        return True
 
     def _take(self, cargo: ImageLanding, tier: Tier) -> None:
         boundary = cargo.checkpoint.boundary
@@ -130,11 +142,6 @@ class ImageMover:
         for number, count in enumerate(self._sizes.counts(boundary)):
             cargo.units.append(array("i"))  # first: it may need memory
             cargo.units[-1] = self._rows.take(number, count, TASK)
-
-    def _give_back(self, cargo: ImageLanding) -> None:
-        for pool, units in zip(self._rows.checkpoints.pools, cargo.units, strict=False):
-            pool.pool.free_each(units, TASK)
-        self._books.pools[CPU].free_each(cargo.pages, TASK)
 
     def _ids(self, cargo: ImageLanding, tier: Tier) -> tuple[array[int], tuple[array[int], ...]]:
         """Pages, and units by row."""

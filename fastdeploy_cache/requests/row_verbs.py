@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.tokens import TokenIds
-from fastdeploy_cache.errors import CacheError, RequestError
+from fastdeploy_cache.errors import CacheError, OutOfBlocksError, RequestError
 from fastdeploy_cache.request import Request, whole_number
-from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.requests.active_request import WAITING, ActiveRequest
 from fastdeploy_cache.requests.anchors import Anchors
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.requests.steps import Steps
@@ -28,7 +28,13 @@ class RowAllocation:
         """See there."""
         anchors = self._requests.anchors
         assert anchors is not None
-        anchors.check_room(active, num_blocks)
+        try:
+            anchors.check_room(active, num_blocks)
+        except OutOfBlocksError:
+            if active.phase is not WAITING:
+                raise
+            self._requests.matcher.settle(active)  # what it waits for, and does not get, holds units, too
+            anchors.check_room(active, num_blocks)
         ids = self._requests.allocate(active, num_blocks, ahead_of_loads=False, is_told=False)
         first = len(active.block_ids) - num_blocks  # not before: that settles a match
         try:

@@ -158,6 +158,68 @@ def test_a_reset_while_a_checkpoint_is_loaded(cache: PrefixCacheManager) -> None
     assert match_of(cache, "after", TEXT)[1].num_tokens == 0
 
 
+def test_a_landing_that_fails_is_kept_from_everybody(
+    cache: PrefixCacheManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its units stay the task's. The CPU tier may be lost then, and the prompt is found no more and computed again."""
+    rows = cache._books.rows
+    assert rows is not None
+
+    def fail(*_: object) -> bool:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rows, "end_units", fail)
+        request, match = match_of(cache, "again", TEXT)
+        assert match.poll().num_tokens == 0
+    cache.check_invariants()
+    cache.release(request)
+    cache.life.sleep(tiers=["cpu"])
+    cache.check_invariants()
+    cache.life.wake()
+    request, match = match_of(cache, "once more", TEXT)
+    assert match.poll().num_tokens == 0
+    cache.release(request)
+    caplog.clear()  # the traceback has the cache's memory
+
+
+def test_a_copy_down_that_cannot_land_is_not_counted_for_ever(
+    cache: PrefixCacheManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or looks at the cold end would start no more copies after some of these."""
+    rows, images = cache._books.rows, cache._movement.images
+    assert rows is not None and images is not None
+
+    def fail(*_: object) -> bool:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rows, "end_pages", fail)
+        cache.release(computed(cache, "new", [300] * 18))
+    assert images.num_storing == 0
+    cache.check_invariants()
+    caplog.clear()
+
+
+@pytest.mark.parametrize("polls", [True, False])
+def test_a_request_alone_is_not_stopped_by_what_it_waits_for(polls: bool) -> None:
+    """Its base, its goal and the load hold all units of a row: once the load has ended it gets its own."""
+    with manager(**{**FIELDS, "num_gpu_units": (3, 6)}) as cache:
+        for name, tokens in (("text", TEXT), ("long", LONG), ("other", [9] * 18), ("more", [8] * 18)):
+            cache.release(computed(cache, name, tokens))
+        request, match = match_of(cache, "text again", TEXT)
+        match.poll()
+        cache.release(request)
+        held = Held(cache)
+        request, match = match_of(cache, "long again", LONG)
+        held.go()
+        if polls:
+            match.poll()
+        cache.rows.allocate(request, 1)
+        cache.check_invariants()
+        cache.release(request)
+
+
 def test_a_checkpoint_that_is_larger_than_the_limit_is_not_loaded() -> None:
     """`max_load_share` counts its pages, too, and `explain` says so."""
     with manager(**{**FIELDS, "max_load_share": 0.3}) as cache:

@@ -133,12 +133,13 @@ def test_one_other_task_is_taken_between_two_steps(rig: Rig) -> None:
     assert rig.signal.num_busy_lanes == 0
 
 
-def test_images_take_turns(rig: Rig) -> None:
-    """A second one does not wait for the first; the stop waits for both."""
+def test_images_are_done_in_order(rig: Rig) -> None:
+    """A second one waits for the first, and what is small for neither; the stop waits for both."""
     rig.put(1, is_image=True)
     rig.put(2, is_image=True)
+    rig.put(3)
     rig.run()
-    assert [task_id for task_id, _ in rig.executor.done] == [1, 2, 1, 2, 1, 2, 1, 2] and rig.ids == [1, 2]
+    assert [task_id for task_id, _ in rig.executor.done] == [1, 1, 3, 1, 1, 2, 2, 2, 2] and rig.ids == [3, 1, 2]
 
 
 def test_a_cancelled_image_ends_at_its_next_step(rig: Rig) -> None:
@@ -160,7 +161,7 @@ def test_a_late_image_ends_at_its_next_step(rig: Rig) -> None:
     """Its rank was too slow, which counts as tried; one that is late before it begins does not."""
     rig.put(1, is_image=True, deadline=102.5)
     rig.put(2, is_image=True, deadline=99.0)
-    late, never = rig.run()[::-1]
+    late, never = rig.run()
     assert (late.error, late.was_tried) == ("deadline passed while the rank was at it", True)
     assert (never.error, never.was_tried) == ("deadline passed before the rank began", False)
     assert rig.executor.done == [(1, 0), (1, 1), (1, 2)]
@@ -200,14 +201,14 @@ def test_blame_goes_by_what_the_rank_says() -> None:
 
 
 def test_an_image_is_stuck_behind_what_stands_before_it() -> None:
-    """While a small task is owed, its deadline says when the lane is stuck; then that of the image that ends first."""
+    """While a small task is owed, its deadline says when the lane is stuck; then that of the first image."""
     flights = Flights()
     flights.add(_flying(1, 50.0, (NOTHING,)), [0])
     flights.add(_flying(2, 20.0, (NOTHING,)), [0])
     small = flights.add(_flying(3, 30.0, ()), [0])
     assert flights.stuck_at() == {(0, Lane.IN): (30.5, 3)}
     flights.answer(small, RankResult(rank=0), 31.0)
-    assert flights.stuck_at() == {(0, Lane.IN): (31.5, 2)}, "it has had the chance to end late since then"
+    assert flights.stuck_at() == {(0, Lane.IN): (50.5, 1)}, "the other one is late through no fault of the rank"
 
 
 def _flying(task_id: int, deadline: float, units: tuple[Any, ...]) -> TransferTask:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -75,9 +74,9 @@ class Flights:
         if not self._in_order:
             flights.sort(key=lambda flight: flight.task.deadline)
         elif any(flight.task.units for flight in flights):
-            # Others are taken between the steps of a checkpoint, and it ends late at the next one: so it is stuck only
-            # where no other is, or behind the one that stands before it.
-            flights.sort(key=lambda flight: flight.task.deadline if flight.task.units else -math.inf)
+            # Others are taken between the steps of a checkpoint, and it ends late at the next one: so a lane is stuck
+            # with the first of these only where no other task is owed.
+            flights.sort(key=lambda flight: bool(flight.task.units))
         for flight in flights:
             lane = flight.task.kind.lane
             for rank in flight.waiting:

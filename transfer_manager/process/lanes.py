@@ -70,35 +70,38 @@ class LaneServer:
             os._exit(EXIT_SHORT if is_shortage(error) else 1)
 
     def _serve_tasks(self, lane: Lane, queue: RankQueue) -> None:
-        """Serve until the engine says stop and what was begun before has ended. Between two steps of a task that goes
-        in steps one other is taken: that one waits for a step at most, and the next step for that one."""
-        begun, is_open = deque[LaneTask](), True
-        while begun or is_open:
-            data = (queue.get_now() if begun else queue.get()) if is_open else None
-            oldest = begun[0] if begun else None
+        """Serve until the engine says stop and what came before has ended. Between two steps of a task that goes in
+        steps one other is taken: that one waits for a step at most, and the next step for that one. Tasks that go in
+        steps are done in order: side by side, all would end when the last does."""
+        in_steps, is_open = deque[LaneTask](), True
+        while in_steps or is_open:
+            data = (queue.get_now() if in_steps else queue.get()) if is_open else None
             if data is not None:
                 message: ToProcess = decode(data, ToProcess)
                 if isinstance(message, StopMessage):
                     is_open = False
+                elif message.task.units:
+                    in_steps.append(self.begin(message))
                 else:
-                    self._step(lane, queue, self.begin(message), begun)
-            if oldest is not None:
-                begun.popleft()
-                self._step(lane, queue, oldest, begun)
+                    self._step(lane, queue, self.begin(message), is_alone=not in_steps)
+            if in_steps and self._step(lane, queue, in_steps[0], is_alone=len(in_steps) == 1):
+                in_steps.popleft()
 
-    def _step(self, lane: Lane, queue: RankQueue, work: LaneTask, begun: deque[LaneTask]) -> None:
-        self._signal.set_busy(lane, work.task.task_id)
-        done = work.step()
+    def _step(self, lane: Lane, queue: RankQueue, task: LaneTask, *, is_alone: bool = True) -> bool:
+        """Do a step; whether the task has ended. Not `is_alone`: others are there that go in steps."""
+        self._signal.set_busy(lane, task.task.task_id)
+        done = task.step()
         # An answer would give the task's blocks out again, while what is lost (a stream, a library's thread) may still
         # write into them. Unanswered, they are free once this process has been reaped.
         if self._executor.is_lost:
             raise SystemExit("what this process works on is lost to it; a new one begins afresh")
         if done is None:
-            begun.append(work)
-            return
+            return False
         # Before the answer: after it, whoever hears of the task's end could still find the lane busy with it.
-        self._signal.set_busy(lane, begun[0].task.task_id if begun else None)
+        if is_alone:
+            self._signal.set_busy(lane, None)
         queue.put(encode(done))
+        return True
 
     def begin(self, message: TaskMessage) -> LaneTask:
         """A task, of which nothing is done yet."""
