@@ -19,6 +19,8 @@ import yaml
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, Request, StorageConfig
 from fastdeploy_cache.launch.background.deployment import describe, filled_in, write_all
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from tests.rigs.hybrid_requests import computed, manager
 from tests.rigs.prometheus_rig import RealPrometheus
 
 PAGE = Path(__file__).parents[2] / "docs/alerts.md"
@@ -152,10 +154,12 @@ class Traffic:
                 storage=StorageConfig(folder=str(folder), weights_id="w", admission="all", capacity_bytes=2**24),
             )
         )
+        self.hybrid = manager(transfer=TransferConfig(data_parallel_id=1))
         self._choose, self._num_requests = random.Random(1), 0
 
     def serve_some(self) -> None:
-        """Ten requests, each waiting for all that comes."""
+        """Ten requests, each waiting for all that comes; and one of a hybrid model."""
+        self.hybrid.release(computed(self.hybrid, f"hybrid {self._num_requests}", [self._num_requests] * 18))
         for _ in range(10):
             self._num_requests += 1
             start = 1000 * self._choose.randrange(12)
@@ -185,7 +189,7 @@ def test_every_panel_shows_something_of_a_live_cache(tmp_path: Path) -> None:
     alert's finds the series that it goes by, all rules are loaded, and of a healthy cache none of the critical ones
     fires."""
     traffic = Traffic(tmp_path / "store")
-    with traffic.cache:
+    with traffic.cache, traffic.hybrid:
         ask_everything(tmp_path, traffic)
         traffic.cache.check_invariants()
 
@@ -201,7 +205,7 @@ def empty_panels(prometheus: RealPrometheus) -> list[str]:
 
 
 def ask_everything(tmp_path: Path, traffic: Traffic) -> None:
-    target = traffic.cache.serve_metrics().removeprefix("http://").removesuffix("/metrics")
+    target = traffic.cache.serve_metrics(also=[traffic.hybrid.metrics]).removeprefix("http://").removesuffix("/metrics")
     (tmp_path / "alerts.yml").write_text(filled_in("alerts.yml", tmp_path))
     shipped = yaml.safe_load(filled_in("prometheus.yml", tmp_path))
     shipped["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
