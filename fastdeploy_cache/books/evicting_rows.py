@@ -6,6 +6,7 @@ the lock.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Container
 from typing import cast
 
@@ -13,7 +14,7 @@ from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.checkpoints import Checkpoints
 from fastdeploy_cache.books.evicting import evict_tail
 from fastdeploy_cache.books.residency import Residency
-from fastdeploy_cache.books.run import CPU, GPU, Run, Tier
+from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, Run, Tier
 from fastdeploy_cache.books.taps import Loss
 
 
@@ -43,6 +44,18 @@ class RowEviction:
         above = run.parent
         evict_tail(self._residency, run, tier, at_most)
         self._trim(run if run.parent is not None else above, Loss.CPU if tier else Loss.GPU)
+
+    def num_colder(self, than: Run | Checkpoint, num_blocks: int, spared: Container[Run]) -> int:
+        """How many blocks of the CPU tier are colder than this one, counted up to so many, leaf by leaf and image by
+        image; less where a leaf would uncover another one."""
+        one, is_colder, num_found = cast("Run", than), self._residency.policy.is_colder, 0
+        for policy in (self._residency.policy, self._checkpoints.policy):
+            with contextlib.closing(policy.coldest(CPU)) as walk:
+                for each in walk:
+                    if num_found >= num_blocks or not is_colder(each, one) or each in spared:
+                        break
+                    num_found += _num_loose(each)
+        return num_found
 
     def evict_colder(self, than: Run | Checkpoint, num_blocks: int, spared: Container[Run]) -> bool:
         """Let an image, or up to so many blocks of a leaf, leave the CPU tier, whichever is colder, if that is colder
@@ -98,3 +111,10 @@ class RowEviction:
         assert trim is not None
         if run is not None:
             trim(run, why)
+
+
+def _num_loose(leaf: Run) -> int:
+    """Blocks of the CPU tier that a leaf, or a checkpoint in its place, gives back when it goes."""
+    if isinstance(leaf, Checkpoint):
+        return len(leaf.pages or b"") // ID_BYTES
+    return leaf.num_in(CPU, leaf.num_blocks) - leaf.num_in(CPU, leaf.num_held)

@@ -60,8 +60,12 @@ class RowBooks:
 
     def make_room_below(self, than: Run | Checkpoint, num_blocks: int, spared: Container[Run] = ()) -> bool:
         """Free so many blocks of the CPU tier by what is worth less there than a copy of this one, but for the spared;
-        whether there are as many now."""
+        whether there are as many now. Nothing goes where that is not enough: or what went in vain would be copied down
+        into its place, go again, and so on for ever."""
         pool = self.checkpoints.pages
+        num_short = num_blocks - pool.num_free
+        if num_short > 0 and self._eviction.num_colder(than, num_short, spared) < num_short:
+            return False
         while pool.num_free < num_blocks:
             if not self._eviction.evict_colder(than, num_blocks - pool.num_free, spared):
                 return False

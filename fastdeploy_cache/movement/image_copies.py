@@ -62,6 +62,8 @@ class ImageCopies:
     def look_ahead(self) -> None:
         """Start copying what would lose its units next. Such a copy takes free pages, or those of something colder."""
         for checkpoint in self._coldest():
+            if not self._is_uncopied(checkpoint):  # what made room for another one has taken it
+                continue
             has_room = partial(self._rows.make_room_below, checkpoint)
             if not self._images.can_store or not self._images.store(checkpoint, has_room):
                 break

@@ -38,11 +38,21 @@ class CheckpointMaker:
             self._rows.counts.num_refused += 1
             return False
         if is_taken:
+            self._keep_newest(rows_of(active), boundary)
             try:
                 self._rows.limit_path(rows_of(active).anchors[-1], self._most_inner)
             except MemoryError:  # it is there, and one more than should be
                 self._books.mishaps.note("checkpoint")
         return is_taken
+
+    def _keep_newest(self, rows: RequestRows, boundary: int) -> None:
+        """Let those go that the request kept before: all that it still reads in front of the new one is in that, too. A
+        row with a short window would else run out of units while a long one slides over the others."""
+        if rows.newest is not None and rows.newest.boundary < boundary:
+            return
+        for checkpoint in rows.anchors[:-1]:
+            self._rows.checkpoints.unpin(checkpoint)
+        del rows.anchors[:-1]
 
     def _try_publishing(self, active: ActiveRequest, boundary: int, snapshot: Snapshot | None) -> bool:
         """All of it or, on `MemoryError`, nothing."""

@@ -239,7 +239,10 @@ class Matcher:
             if active.copy is not None:
                 active.copy.is_shown = active.copy.has_landed
             is_coming = is_fetching or active.room is not None
-            if is_final or not (is_coming or any(not transfer.done.is_set() for transfer in active.loads)):
+            # Others may have brought it all before its own loads have ended. What a hybrid model's match says is asked
+            # for then is fixed where it settles.
+            is_there = active.rows is not None and active.num_readable_blocks == active.num_pinned_blocks
+            if is_final or is_there or not (is_coming or any(not transfer.done.is_set() for transfer in active.loads)):
                 self.settle(active)
                 if self._listener is not None:
                     self._listener.note((SETTLED_LATE, active.trail.number))
