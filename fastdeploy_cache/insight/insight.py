@@ -81,7 +81,8 @@ class Insight:
         return ranks_now(self._books, self._movement)
 
     def what_if(self) -> list[WhatIfRate]:
-        """What other sizes of the tiers would have hit in the last hour; nothing before there were enough requests.
+        """What other sizes of the tiers would have hit in the last hour; nothing before there were enough requests, and
+        never anything for a model with rows.
 
         The first call starts the process that estimates it, where no metrics endpoint has.
         """
@@ -94,13 +95,16 @@ class Insight:
 
         Raises:
             RecordingError: the file cannot be written, or is there and no recording, or
-                `insight.flight_recorder_bytes` is 0.
+                `insight.flight_recorder_bytes` is 0, or the model has rows.
             LifeCycleError: a turn of another thread does not end.
         """
         if (flight := self._seen.flight) is None:
-            raise RecordingError(
-                "there is no flight recording, as insight.flight_recorder_bytes is 0; give it some room, such as 4MiB"
+            why = (
+                "insight.flight_recorder_bytes is 0; give it some room, such as 4MiB"
+                if self._books.rows is None
+                else "what a model keeps in rows beside its full KV is not recorded"
             )
+            raise RecordingError(f"there is no flight recording, as {why}")
         if path is None or os.path.isdir(path):  # noqa: PTH112 (no error where it may not be looked at)
             return flight.write_to_folder("asked", None if path is None else Path(path))
         flight.write(Path(path))

@@ -13,7 +13,7 @@ from fastdeploy_cache.launch.findings import table_of
 
 WHAT_IF_NOT_KNOWN = (
     "not known yet: it takes 10 requests, which are counted from the first metrics endpoint or the first such look on, "
-    "so perhaps from now on; with insight.what_if off it is never known"
+    "so perhaps from now on; with insight.what_if off, and of a model with rows, it is never known"
 )
 _MOST_CHECKPOINTS = 3  # that are shown of one prefix
 _WORDS = ("prefix", "request", "phase", "state", "matched", "namespace")

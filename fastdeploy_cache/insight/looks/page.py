@@ -127,11 +127,12 @@ class OperatorPage:
     def _needs(self) -> dict[str, Any]:
         """What must have happened before there is something to show: numbers of requests; None where it is off."""
         from fastdeploy_cache.insight.doctor import finding
-        from fastdeploy_cache.insight.what_if import what_if  # late: nobody may look at the page
+        from fastdeploy_cache.insight.what_if import setup, what_if  # late: nobody may look at the page
 
         return {
             "doctor": finding.MIN_REQUESTS,
-            "what_if": what_if.MIN_REQUESTS if self._config.insight.what_if else None,
+            "what_if": what_if.MIN_REQUESTS,
+            "what_if_off": setup.reason_for_none(self._config),
             "remembers": self._config.num_explained_requests > 0,
         }
 

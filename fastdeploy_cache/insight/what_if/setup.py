@@ -44,6 +44,17 @@ class WhatIfSetup(msgspec.Struct, frozen=True, kw_only=True):
     result_fd: int  # of the memory for results
 
 
+def reason_for_none(config: CacheConfig) -> str | None:
+    """Why nothing is estimated for this configuration; None: it is."""
+    if not config.insight.what_if:
+        return "insight.what_if is off"
+    if not config.enable_prefix_caching:
+        return "enable_prefix_caching is off"
+    if config.layout is not None and config.layout.groups:
+        return "what a model keeps in rows beside its full KV is not estimated"
+    return None
+
+
 def plans_for(config: CacheConfig) -> tuple[Plan, ...]:
     """Every tier of this configuration at each factor, under its own policy and under `lru`.
 

@@ -17,7 +17,14 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Forgotten
 from fastdeploy_cache.books.references import References
 from fastdeploy_cache.config.cache import CacheConfig
-from fastdeploy_cache.insight.what_if.setup import Plan, ResultBoard, WhatIfResult, plans_for, setup_for
+from fastdeploy_cache.insight.what_if.setup import (
+    Plan,
+    ResultBoard,
+    WhatIfResult,
+    plans_for,
+    reason_for_none,
+    setup_for,
+)
 from fastdeploy_cache.ipc.codec import encode
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.shared_array import SharedArray
@@ -80,12 +87,12 @@ class WhatIf:
         return self._process is not None
 
     def start(self) -> None:
-        """Start the process, unless it runs or `insight.what_if` is off. What is used from now on counts.
+        """Start the process, unless it runs or there is a `reason_for_none`. What is used from now on counts.
 
         One that cannot start costs its estimates only; it is logged.
         """
         with self._starting:  # of several that ask first at a time, one
-            is_wanted = self._config.insight.what_if and self._config.enable_prefix_caching
+            is_wanted = reason_for_none(self._config) is None
             if self._process is None and is_wanted and not self._is_closed and not self._books.is_closed:
                 self._start()
 

@@ -128,11 +128,11 @@ function showWhatIf(data) {
   at("whatif-more").hidden = !data.what_if.length;
   if (!data.what_if.length) {
     at("whatif-note").textContent = "";
-    const needs = data.needs.what_if;
+    const needs = data.needs;
     const sentence =
-      needs === null
-        ? "Nothing is estimated, because insight.what_if is off."
-        : `What other sizes would have hit appears here after ${needs} requests within an hour.`;
+      needs.what_if_off !== null
+        ? `Nothing is estimated, because ${needs.what_if_off}.`
+        : `What other sizes would have hit appears here after ${needs.what_if} requests within an hour.`;
     return nothingYet(at("whatif"), sentence);
   }
   const isKnown = data.what_if.some((rate) => rate.policy === data.policy_now); // not yet, where it has just changed
