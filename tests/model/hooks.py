@@ -19,6 +19,7 @@ from fastdeploy_cache.transfer_manager.peer.receiver import RankReceive, Receive
 from fastdeploy_cache.transfer_manager.peer.worker import PeerServer
 from fastdeploy_cache.transfer_manager.process.flights import Flights
 from fastdeploy_cache.transfer_manager.process.io_thread import ProcessIO
+from fastdeploy_cache.transfer_manager.process.lane_task import LaneTask
 from fastdeploy_cache.transfer_manager.process.lanes import LaneServer
 from fastdeploy_cache.transfer_manager.process.supervisor import RankSupervisor
 from fastdeploy_cache.transfer_manager.process.task_flow import TaskFlow
@@ -200,13 +201,15 @@ def _lanes_made(recorder: Recorder, original: Original, server: Any, setup: Any,
     original(server, setup, signal, executor)
 
 
-def _served(recorder: Recorder, original: Original, server: Any, message: Any) -> Any:
-    done, task = original(server, message), message.task
+def _stepped(recorder: Recorder, original: Original, work: Any) -> Any:
+    done, task = original(work), work.task
+    if done is None:
+        return None
     client, rank, pid = _here(recorder)
     is_begun = (pid, task.task_id) in recorder.begun
     recorder.begun.discard((pid, task.task_id))
     name = "left out" if not is_begun else "failed" if done.result.error is not None else "finished"
-    if not server._executor.is_lost:
+    if not work._executor.is_lost:
         num_good = done.result.num_blocks if task.kind is TaskKind.PREFETCH else -1
         recorder.say(Event(name, client, rank, task.task_id, num_good=num_good))
     return done
@@ -284,7 +287,7 @@ _HOOKS: Final[tuple[tuple[Any, str, Callable[..., Any]], ...]] = (
     (RankSupervisor, "reap", _reaped),
     (TaskQueue, "put", _sent),
     (LaneServer, "__init__", _lanes_made),
-    (LaneServer, "serve", _served),
+    (LaneTask, "step", _stepped),
     (PeerServer, "_receive", _receive_asked),
     (RankReceive, "run", _received),
     (Machine, "__init__", _machine_made),
