@@ -15,12 +15,6 @@ SMALL = {"num_gpu_units": (6, 12), "num_cpu_blocks": 60, "cpu_write_policy": "wr
 NUM_MISSED_TOKENS = 16  # the whole blocks of TEXT
 
 
-def push_out(cache: PrefixCacheManager, num_prompts: int = 6, size: int = 18) -> None:
-    """Other prompts take the whole GPU, or all states of it."""
-    for number in range(num_prompts):
-        cache.release(computed(cache, f"other {number}", [100 + number] * size))
-
-
 def no_checkpoint(cache: PrefixCacheManager) -> list[Request]:
     """The engine has given no snapshot."""
     request, _ = started(cache, "without")
@@ -35,17 +29,17 @@ def other_path(cache: PrefixCacheManager) -> list[Request]:
     return []
 
 
-def row_was_short(cache: PrefixCacheManager) -> list[Request]:
-    """There are blocks for all prompts, and states for few."""
+def pushed_out(cache: PrefixCacheManager) -> list[Request]:
+    """It was computed, and then other prompts took the whole GPU, or all states of it."""
     cache.release(computed(cache, "first"))
-    push_out(cache)
+    for number in range(6):
+        cache.release(computed(cache, f"other {number}", [100 + number] * 18))
     return []
 
 
 def load_fails(cache: PrefixCacheManager) -> list[Request]:
     """It is in the CPU tier, and a rank does not bring it."""
-    cache.release(computed(cache, "first"))
-    push_out(cache)
+    pushed_out(cache)
     client: Any = cache._movement.client
     submit: Callable[[TransferTask], None] = client.submit
 
@@ -60,17 +54,9 @@ def load_fails(cache: PrefixCacheManager) -> list[Request]:
     return []
 
 
-def too_large(cache: PrefixCacheManager) -> list[Request]:
-    """Its full KV would be loaded, and not its checkpoint beside it."""
-    cache.release(computed(cache, "first"))
-    push_out(cache)
-    return []
-
-
 def no_units(cache: PrefixCacheManager) -> list[Request]:
     """A running request holds the states."""
-    cache.release(computed(cache, "first"))
-    push_out(cache)
+    pushed_out(cache)
     return [computed(cache, "running", [200] * 10)]
 
 
@@ -78,13 +64,18 @@ REASONS: dict[str, tuple[Callable[[PrefixCacheManager], list[Request]], dict[str
     "no checkpoint": (no_checkpoint, {}, "unanchored", "could go on"),
     "on another path": (other_path, {"num_gpu_blocks": 64}, "unanchored", "the last checkpoint lies behind 0 blocks"),
     "row short": (
-        row_was_short,
+        pushed_out,  # there are blocks for all prompts, and states for few
         {"num_gpu_blocks": 200, "num_gpu_units": (3, 100)},
         "evicted",
         "units were short of the row 'state'",
     ),
     "load fails": (load_fails, SMALL, "rank", "its load failed"),
-    "too large": (too_large, {**SMALL, "max_load_share": 0.3}, "limit", "max_load_share allows 4 blocks, and it has 7"),
+    "too large": (
+        pushed_out,
+        {**SMALL, "max_load_share": 0.3},
+        "limit",
+        "max_load_share allows 4 blocks, and it has 7",
+    ),
     "no units": (no_units, {**SMALL, "num_gpu_units": (2, 12)}, "room", "lacks 1 units of the row 'state'"),
 }
 

@@ -72,7 +72,9 @@ class StandIn:
                 self._children.pass_gate(self)
                 if self._code is not None:
                     break
-                done = self._server.serve(message)
+                work = self._server.begin(message)
+                while (done := work.step()) is None:
+                    pass
                 if self._code is None:
                     queue.put(encode(done))
         queue.close()

@@ -71,23 +71,25 @@ class LaneTask:
             # One that has begun and is late was too slow: that says something of the rank. A cancelled one does not.
             is_tried = self._steps is not None and not self._is_cancelled
             return self._ended(Moved(0), refusal, was_tried=is_tried)
+        moved, error = self._advance()
+        self._seconds += self._now() - started
+        return self._ended(moved, error) if moved is not None else None
+
+    def _advance(self) -> tuple[Moved | None, str | None]:
+        """What the task has come to, or None where steps are left; and what has failed."""
         try:
             if self._steps is None:
                 done = self._executor.do(self.task)
                 if isinstance(done, Moved):
-                    self._seconds = self._now() - started
-                    return self._ended(done)
+                    return done, None
                 self._steps = done
             next(self._steps)
         except StopIteration as end:
-            self._seconds += self._now() - started
-            return self._ended(end.value)
+            return end.value, None
         except Exception as failure:  # the task boundary: any failure is this task's, never the process's
             logger.exception("event=task_failed task_id=%d", self.task.task_id)
-            self._seconds += self._now() - started
-            return self._ended(Moved(0), f"{type(failure).__name__}: {failure}")
-        self._seconds += self._now() - started
-        return None
+            return Moved(0), f"{type(failure).__name__}: {failure}"
+        return None, None
 
     def _ended(self, moved: Moved, error: str | None = None, *, was_tried: bool = True) -> DoneMessage:
         task = self.task

@@ -16,7 +16,6 @@ from fastdeploy_cache.transfer_manager.process.lane_task import Executor, LaneTa
 from fastdeploy_cache.transfer_manager.process.setup import ProcessSetup
 from fastdeploy_cache.transfer_manager.process.wire import (
     EXIT_ENGINE_GONE,
-    DoneMessage,
     ReadyMessage,
     StopMessage,
     TaskMessage,
@@ -106,10 +105,3 @@ class LaneServer:
     def begin(self, message: TaskMessage) -> LaneTask:
         """A task, of which nothing is done yet."""
         return LaneTask(message, self._setup, self._signal, self._executor, self._clock)
-
-    def serve(self, message: TaskMessage) -> DoneMessage:
-        """Do a task to its end, unless nobody wants it any more, and tell what it came to."""
-        work = self.begin(message)
-        while (done := work.step()) is None:
-            pass
-        return done

@@ -125,7 +125,7 @@ class OperatorPage:
         }
 
     def _needs(self) -> dict[str, Any]:
-        """What must have happened before there is something to show: numbers of requests; None where it is off."""
+        """What must have happened before there is something to show, in numbers of requests, and what is off."""
         from fastdeploy_cache.insight.doctor import finding
         from fastdeploy_cache.insight.what_if import setup, what_if  # late: nobody may look at the page
 
