@@ -79,7 +79,7 @@ def test_ranks_are_killed_in_loads_and_stores(policy: str) -> None:
     with engine.cache:
         assert engine.cache.ranks.wait_ready(WAIT_SECONDS)
         num_rounds = 0
-        # Behind the last kill it goes on until something has come from the CPU tier: a few kills may have met each load.
+        # It goes on until something has come from the CPU tier: a few kills may have met each load.
         while killer.num_kills < NUM_KILLS // 2 or (not engine.num_cpu_tokens and num_rounds < 400):
             num_rounds += 1
             engine.disturb = killer
