@@ -35,8 +35,16 @@ class Stage:
 
     def __init__(self) -> None:
         self.sent: list[tuple[bytes, ToReader]] = []
-        self.sender = Sender(OWNER, NUM_LAYERS, SILENCE, lambda to, message: self.sent.append((to, message)))
+        self.step_word = 0
+        self.sender = Sender(
+            OWNER, NUM_LAYERS, SILENCE, lambda to, message: self.sent.append((to, message)), lambda: self.step_word
+        )
         self.key = SendKey(OWNER, 7)
+
+    def mark(self, step: int, num_layers: int) -> None:
+        """The model's worker marks layers, and the rank's process wakes up for it."""
+        self.step_word = word(step, num_layers)
+        self.sender.tell_step()
 
     def reader(self, rank: int = 0, receive: int = 1, instance: bytes = READER) -> ReaderKey:
         return ReaderKey(instance, receive, rank)

@@ -77,16 +77,23 @@ class Sender:
     """Sends by number. A reader's `Confirm` is answered only while the blocks are held, that is before the send's task
     has been answered: what a reader has read after that never counts."""
 
-    def __init__(self, instance_id: bytes, num_layers: int, silence_seconds: float, put: Put) -> None:
+    def __init__(
+        self, instance_id: bytes, num_layers: int, silence_seconds: float, put: Put, read_step: Callable[[], int]
+    ) -> None:
+        """`read_step` gives the step's word as it is now. It is read when something is said of it, never kept.
+
+        A word that was kept could be older than the engine's message: the model marks a layer, and the engine ends
+        the request, both after the word was read and before the message was taken. The failure then named layer 0.
+        """
         self._instance_id, self._num_layers, self._silence_seconds = instance_id, num_layers, silence_seconds
-        self._put = put
+        self._put, self._read_step = put, read_step
         self._sends: dict[int, _Send] = {}
         self._confirmed: OrderedDict[tuple[SendKey, ReaderKey], None] = OrderedDict()
         self._failed: OrderedDict[int, Why] = OrderedDict()  # why sends came to nothing
         self._early: OrderedDict[tuple[int, ReaderKey], tuple[bytes, Subscribe]] = OrderedDict()
         self._left: OrderedDict[tuple[int, ReaderKey], Leave] = OrderedDict()  # before they were begun
         self._last_number = 0
-        self._step_word = 0
+        self._told_step = read_step()
         self._ended: list[SendEnd] = []
 
     @property
@@ -133,12 +140,14 @@ class Sender:
         """How far it had come, within the blocks that were being computed."""
         if not send.steps:
             return ""
-        num_layers = layers_done(self._step_word, send.steps[0][1])
+        num_layers = layers_done(self._read_step(), send.steps[0][1])
         return f", at layer {num_layers} of {self._num_layers} of the next"
 
-    def note_step(self, word: int) -> None:
-        """The model's worker has marked layers."""
-        self._step_word = word
+    def tell_step(self) -> None:
+        """Say to readers which layers the model's worker has marked since the last call."""
+        if (word := self._read_step()) == self._told_step:
+            return
+        self._told_step = word
         for number, send in self._sends.items():
             if send.steps:
                 self._tell(number, send)
@@ -231,7 +240,8 @@ class Sender:
 
     def _tell(self, number: int, send: _Send) -> None:
         """Say to each reader what it does not know."""
-        chunks = tuple(Chunk(end, layers_done(self._step_word, step)) for end, step in send.steps)
+        word = self._read_step() if send.steps else 0
+        chunks = tuple(Chunk(end, layers_done(word, step)) for end, step in send.steps)
         now = (send.num_complete, chunks)
         for rank, reader in send.readers.items():
             if reader.told == now and reader.num_told == len(send.ids):

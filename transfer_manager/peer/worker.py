@@ -101,7 +101,9 @@ class PeerServer:
             if setup.incarnation == 1 or (isinstance(error, LinkError) and error.reason == "refused"):
                 raise PeerRefusedError(str(error)) from error
             raise
-        self._sender = Sender(setup.instance_id, setup.layout.num_layers, setup.silence_seconds, self._put)
+        self._sender = Sender(
+            setup.instance_id, setup.layout.num_layers, setup.silence_seconds, self._put, lambda: self._words.step_word
+        )
         self._num_in_flight = [0] * NUM_PEER_SLOTS
         for slot in range(NUM_PEER_SLOTS):  # what a killed process was reading is read no more
             self._words.count_in_flight(slot, 0)
@@ -116,8 +118,6 @@ class PeerServer:
         self._receives: dict[int, RankReceive] = {}
         self._lanes: dict[Lane, RankQueue] = {}
         self._stopped_lanes: set[Lane] = set()
-        self._step_word = self._words.step_word
-        self._sender.note_step(self._step_word)
         self._is_busy = False
 
     def run(self) -> None:
@@ -156,9 +156,7 @@ class PeerServer:
         keys = poller.wait(_TICK_SECONDS if self._is_busy else _IDLE_SECONDS)
         if self._wakeup in keys:
             self._wakeup.clear()
-        if (word := self._words.step_word) != self._step_word:
-            self._step_word = word
-            self._sender.note_step(word)
+        self._sender.tell_step()
         for lane, lane_queue in self._lanes.items():
             while (data := lane_queue.get_now()) is not None:
                 message: ToProcess = decode(data, ToProcess)

@@ -18,7 +18,6 @@ from tests.rigs.sender_stage import (
     Stage,
     reason,
     said,
-    word,
 )
 
 
@@ -33,17 +32,17 @@ def test_a_reader_hears_all_there_is_and_then_what_is_new(stage: Stage) -> None:
     assert not stage.heard()
     stage.subscribe(stage.reader())
     assert said(stage.state()) == (0, [10, 11], 1, (Chunk(2, 0),))
-    stage.sender.note_step(word(5, 2))
+    stage.mark(5, 2)
     assert said(stage.state()) == (2, [], 1, (Chunk(2, 2),))
-    stage.sender.note_step(word(5, 2))
+    stage.mark(5, 2)
     assert not stage.heard()
     stage.update(12, 13, complete=2, step=6)
     assert said(stage.state()) == (2, [12, 13], 2, (Chunk(4, 0),))
-    stage.sender.note_step(word(6, 4))
+    stage.mark(6, 4)
     assert said(stage.state()) == (4, [], 2, (Chunk(4, 4),))
     stage.update(complete=4)
     assert said(stage.state()) == (4, [], 4, ())
-    stage.sender.note_step(word(7, 1))
+    stage.mark(7, 1)
     assert not stage.heard()
 
 
@@ -53,13 +52,13 @@ def test_layers_of_another_step_say_nothing(stage: Stage) -> None:
     stage.subscribe(stage.reader())
     stage.heard()
     for other in (4, 6, 5 + 2**19):
-        stage.sender.note_step(word(other, 4))
+        stage.mark(other, 4)
         assert not stage.heard()
 
 
 def test_layers_that_were_marked_before_the_offer_count(stage: Stage) -> None:
     """The step's word may come first."""
-    stage.sender.note_step(word(5, 3))
+    stage.mark(5, 3)
     stage.begin(10, 11, complete=0, step=5)
     stage.subscribe(stage.reader())
     assert said(stage.state()) == (0, [10, 11], 0, (Chunk(2, 3),))
@@ -70,7 +69,7 @@ def test_pieces_of_several_steps_are_told_in_order(stage: Stage) -> None:
     stage.begin(10, step=5)
     stage.update(11, 12, step=6)
     stage.update(step=7)
-    stage.sender.note_step(word(6, 1))
+    stage.mark(6, 1)
     stage.subscribe(stage.reader())
     assert said(stage.state()) == (0, [10, 11, 12], 0, (Chunk(1, 0), Chunk(3, 1)))
     stage.update(13, complete=1, step=8)

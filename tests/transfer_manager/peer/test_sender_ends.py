@@ -128,7 +128,7 @@ def test_updates_after_the_end_are_nothing(stage: Stage) -> None:
     stage.ends()
     stage.update(11, 12, 13, complete=4)
     stage.update(why=OVER)
-    stage.sender.note_step(word(1, 1))
+    stage.mark(1, 1)
     stage.sender.tick(DEADLINE + 1)
     assert not stage.ends() and not stage.heard() and not stage.sender.has_sends
 
@@ -137,12 +137,22 @@ def test_a_failure_says_at_which_layer(stage: Stage) -> None:
     """Of the step that was computing; readers hear it, too."""
     stage.begin(10, 11, complete=1, step=5)
     stage.subscribe(stage.reader())
-    stage.sender.note_step(word(5, 3))
+    stage.mark(5, 3)
     stage.heard()
     stage.update(why=Why("failed", "the model fell over"))
     (end,) = stage.ends()
     assert end.why is not None and end.why == stage.state().why
     assert end.why.text.startswith("the model fell over") and "at layer 3 of 4" in end.why.text
+
+
+def test_a_failure_names_layers_that_readers_have_not_heard_of(stage: Stage) -> None:
+    """The model marked layers and the request ended, both since readers were last told of the step."""
+    stage.begin(10, 11, complete=1, step=5)
+    stage.subscribe(stage.reader())
+    stage.step_word = word(5, 3)
+    stage.update(why=Why("failed", "the model fell over"))
+    (end,) = stage.ends()
+    assert end.why is not None and "at layer 3 of 4" in end.why.text
 
 
 def test_a_stopped_instance_says_so(stage: Stage) -> None:
