@@ -178,7 +178,8 @@ class PrefixCacheManager:
         if wait_seconds != 0:
             seconds = seconds_to_wait("allocate", wait_seconds)
             take = functools.partial(self._allocate, request, num_blocks, ahead_of_loads)
-            return self._requests.wait_for_blocks(request, num_blocks, take, seconds)
+            undo = self._requests.take_back_ids
+            return self._requests.wait_for_blocks(request, num_blocks, take, undo, seconds)
         with self._books:
             return self._allocate(request, num_blocks, ahead_of_loads)
 

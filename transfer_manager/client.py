@@ -50,8 +50,9 @@ class TaskClient(Protocol):
         """Start a task; never blocks. A task that cannot start is answered as failed, possibly before this returns."""
         ...
 
-    def has_room(self, kind: TaskKind) -> bool:
-        """Whether a task of this kind, submitted now, would start: the ranks are ready and the queue has room."""
+    def has_room(self, kind: TaskKind, num_tasks: int = 1) -> bool:
+        """Whether so many tasks of this kind, submitted now, would start: the ranks are ready and the queue has room
+        for them."""
         ...
 
     @property

@@ -39,6 +39,10 @@ class UnitPool:
         """How many checkpoints hold it, for checks."""
         return self._holders[unit]
 
+    def num_pins(self, unit: int) -> int:
+        """How many pinned checkpoints hold it."""
+        return self._pins[unit]
+
     def take(self, units: array[int], giver: Owner) -> None:
         """A checkpoint holds these from now on: each is `giver`'s, or held by another checkpoint already. All of them
         or, on `MemoryError`, none; on `AssertionError`, too, which says that one is there twice or is nobody's."""

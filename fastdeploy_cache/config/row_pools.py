@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from fastdeploy_cache.errors import ConfigError, counted
+from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.groups import rows_of
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
 
@@ -34,6 +35,8 @@ class RowSettings(Protocol):
     def peer(self) -> object: ...
     @property
     def recompute_last_token(self) -> bool: ...
+    @property
+    def transfer(self) -> TransferConfig: ...
 
     def pool_sizes(self) -> tuple[int, int]: ...
 
@@ -116,6 +119,10 @@ def check_row_pools(config: RowSettings, layout: RankLayout, pool_sizes: tuple[i
                 f"num_gpu_units[{index}] is {units}, and one request with its checkpoint needs {row.num_least_units} "
                 f"units of the row {str(row)!r}; give {row.num_least_units} or more"
             )
+    if rows and pool_sizes[1] and config.transfer.max_tasks_in_flight < 2:
+        raise ConfigError(
+            "transfer.max_tasks_in_flight is 1, and a load of full KV and its checkpoint is two tasks; give 2 or more"
+        )
     num_least = layout.num_checkpoint_pages + 1
     if rows and 0 < pool_sizes[1] < num_least:
         raise ConfigError(

@@ -66,12 +66,12 @@ class BlockMover:
         # tasks that a full queue kept from starting
         self.num_refused = {kind: 0 for kind in TaskKind if kind.is_swap}
 
-    def can(self, kind: TaskKind) -> bool:
-        """Whether a task can be started now; a full queue means "not now", and is counted."""
+    def can(self, kind: TaskKind, num_tasks: int = 1) -> bool:
+        """Whether so many tasks can be started now; a full queue means "not now", and is counted."""
         if self.is_quiet or self._ranks_without_kv:
             return False
         client, mishaps = self._client, self._books.mishaps
-        if mishaps.ask("client", lambda: client.has_room(kind), otherwise=False):
+        if mishaps.ask("client", lambda: client.has_room(kind, num_tasks), otherwise=False):
             return True
         self.num_refused[kind] += mishaps.ask("client", lambda: client.available, otherwise=False)
         return False

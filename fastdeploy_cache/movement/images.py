@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from fastdeploy_cache.books.block_pool import TASK
@@ -93,10 +94,35 @@ class ImageMover:
     def num_lacking(self, checkpoint: Checkpoint) -> tuple[int, str] | None:
         """How many units a load of it lacks, and of which row; None: there is room."""
         counts = self._sizes.counts(checkpoint.boundary)
-        for pool, count, row in zip(self._rows.checkpoints.pools, counts, self._sizes.rows, strict=True):
-            if count > pool.num_available:
-                return count - pool.num_available, str(row)
+        number = self.first_short(counts)
+        if number is None:
+            return None
+        return counts[number] - self._rows.checkpoints.pools[number].num_available, str(self._sizes.rows[number])
+
+    def first_short(self, counts: Sequence[int], coming: Sequence[int] | None = None) -> int | None:
+        """The first row that has not so many units, also with those that are `coming`; None: all have."""
+        for number, (pool, count) in enumerate(zip(self._rows.checkpoints.pools, counts, strict=False)):
+            if count > pool.num_available + (coming[number] if coming is not None else 0):
+                return number
         return None
+
+    def num_coming(self) -> list[int]:
+        """Units of each row that become free or can be had from checkpoints when the copies in flight have ended well."""
+        pools = self._rows.checkpoints.pools
+        num_coming, held = [0] * len(pools), [Counter[int]() for _ in pools]
+        for transfer in self._mover.in_flight.values():
+            cargo = transfer.cargo
+            if not isinstance(cargo, ImageLanding) or transfer.done.is_set():
+                continue
+            if transfer.cancelled and not transfer.num_ahead:
+                for number, units in enumerate(cargo.units):
+                    num_coming[number] += len(units)
+            elif transfer.tier is CPU and cargo.checkpoint.num_pins == 1:  # by this copy alone
+                for count, ids in zip(held, self._rows.checkpoints.unit_ids(cargo.checkpoint), strict=True):
+                    count.update(ids)
+        for number, pool in enumerate(pools):
+            num_coming[number] += sum([pool.num_pins(unit) == num for unit, num in held[number].items()])
+        return num_coming
 
     def _start(self, checkpoint: Checkpoint, tier: Tier, kind: TaskKind, has_room: Callable[[int], bool]) -> bool:
         """All of it or nothing."""

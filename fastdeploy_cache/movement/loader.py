@@ -87,9 +87,10 @@ class Loader:
             return False
         lacking = self._images.num_lacking(image) if image is not None and self._images is not None else None
         if lacking is not None:
+            self.lacks_room = True
             self.refused_for = Cause.ROOM, f"its checkpoint lacks {lacking[0]} units of the row {lacking[1]!r}"
             return False
-        if not self._mover.can(TaskKind.SWAP_IN):
+        if not self._mover.can(TaskKind.SWAP_IN, bool(parts) + (image is not None)):
             self.lacks_place = is_up = self._mover.is_up
             self.refused_for = (Cause.ROOM, "the queue of loads is full") if is_up else (Cause.RANK, "a rank is down")
             return False

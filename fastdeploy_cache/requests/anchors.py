@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.path import gpu_ids, usable_end
 from fastdeploy_cache.books.row_books import RowBooks, usable_checkpoints
@@ -14,8 +15,10 @@ from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import OutOfBlocksError
+from fastdeploy_cache.movement.images import ImageMover
 from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.requests.checkpoint_maker import CheckpointMaker, rows_of
+from fastdeploy_cache.requests.room_queue import RoomNeed
 from fastdeploy_cache.requests.row_loads import RowLoads
 from fastdeploy_cache.requests.snapshots import Snapshots
 from fastdeploy_cache.requests.tables import RequestRows, RowTable
@@ -32,9 +35,11 @@ class Anchors:
     boundary of the whole request. Of a model with states only where the engine has taken a snapshot.
     """
 
-    def __init__(self, config: CacheConfig, books: Books, rows: RowBooks, loads: RowLoads | None) -> None:
+    def __init__(
+        self, config: CacheConfig, books: Books, rows: RowBooks, images: ImageMover, *, loads: RowLoads | None
+    ) -> None:
         """`loads`: from the CPU tier, where there is one."""
-        self._loads = loads
+        self._loads, self._images = loads, images
         self._books, self._tree, self._rows = books, books.tree, rows
         self._shapes, self._size = rows.checkpoints.sizes.rows, config.block_size
         self._every = config.checkpoint_every_tokens // config.block_size
@@ -118,6 +123,11 @@ class Anchors:
         """The load that brings the checkpoint which its match waits for."""
         return self._loads.loading(active) if self._loads is not None else None
 
+    def stop_waiting_for_room(self, active: ActiveRequest, cause: Cause) -> None:
+        """See `Matcher.stop_waiting_for_room`."""
+        assert self._loads is not None, "without a tier below it nothing is loaded"
+        self._loads.stop_waiting_for_room(active, cause)
+
     def tables(self, active: ActiveRequest, num_blocks: int, *, is_lost: bool) -> tuple[RowTable, ...]:
         """What the match has found of each row in front of so many blocks: it stays as it was when the request gets
         units of its own."""
@@ -156,9 +166,14 @@ class Anchors:
             if count > pool.pool.num_free and count > pool.num_available:
                 most = pool.pool.num_blocks
                 is_more = count + len(rows_of(active).own[number]) > most
-                missing = count - pool.num_available
-                return OutOfBlocksError(missing, 0, num_all=most if is_more else None, row=str(self._shapes[number]))
+                missing, coming = count - pool.num_available, self._images.num_coming()[number]
+                row = str(self._shapes[number])
+                return OutOfBlocksError(missing, coming, num_all=most if is_more else None, row=row)
         return None
+
+    def need(self, active: ActiveRequest, num_blocks: int) -> RoomNeed:
+        """What so many more blocks of it take."""
+        return RoomNeed(num_blocks, tuple([self._num_new(active, row, num_blocks) for row in range(len(self._shapes))]))
 
     def _num_new(self, active: ActiveRequest, row: int, num_blocks: int) -> int:
         """A state needs one slot, and has it from its first blocks on."""

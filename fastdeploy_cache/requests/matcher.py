@@ -19,8 +19,8 @@ from fastdeploy_cache.requests.active_request import SETTLED, VOID, WAITING, Act
 from fastdeploy_cache.requests.anchors import Anchors
 from fastdeploy_cache.requests.listener import SETTLED_LATE, RequestListener
 from fastdeploy_cache.requests.misses import Misses
-from fastdeploy_cache.requests.room_queue import RoomQueue, RoomWait
-from fastdeploy_cache.requests.waiting import loads_of_pinned, pin_leading, stop_waiting, wait_for
+from fastdeploy_cache.requests.room_queue import RoomNeed, RoomQueue, RoomWait
+from fastdeploy_cache.requests.waiting import end_room_wait, loads_of_pinned, pin_leading, stop_waiting, wait_for
 from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 from fastdeploy_cache.transfer_manager.task import TaskKind
@@ -127,13 +127,13 @@ class Matcher:
             is_started = may_load and not is_behind and self._loader.start(parts, num_cold, num_rest)
             lacks = self._loader.lacks_room or (active.room is not None and self._loader.lacks_place)
             may_wait = may_load and not is_started and (is_behind or lacks)
-            if may_wait and self._wait_for_room(active, num_cold + num_rest, is_fetched=is_fetched):
+            if may_wait and self._wait_for_room(active, RoomNeed(num_cold + num_rest), is_fetched=is_fetched):
                 return
             if may_load and is_behind:  # none of those in front can be helped by what is in flight, either
                 is_started = self._loader.start(parts, num_cold, num_rest)
             if not is_started:
                 self._leave_cold(active, path, num_found - num_cold, num_sure, self._loader.refused_for)
-        self._end_room_wait(active)
+        end_room_wait(self._room, self._clock, active)
         wait_for(active, loads_of_pinned(active))
 
     def _leave_cold(
@@ -147,17 +147,17 @@ class Matcher:
 
     # -- waiting for room
 
-    def _wait_for_room(self, active: ActiveRequest, num_blocks: int, *, is_fetched: bool) -> bool:
+    def _wait_for_room(self, active: ActiveRequest, need: RoomNeed, *, is_fetched: bool) -> bool:
         """Wait until so many blocks can be had; False where no copy in flight will give them back."""
-        if not self._room.may_come(num_blocks):
+        if not self._room.may_come(need):
             return False
         load = partial(self._load_waiting, active, is_fetched=is_fetched)
         if active.room is None:
             active.room = RoomWait(
-                self._clock, num_blocks, self._seconds, load, partial(self.stop_waiting_for_room, active), is_match=True
+                self._clock, need, self._seconds, load, partial(self.stop_waiting_for_room, active), is_match=True
             )
             self._room.enter(active.room)
-        active.room.num_blocks, active.room.serve = num_blocks, load
+        active.room.need, active.room.serve = need, load
         wait_for(active, loads_of_pinned(active))
         return True
 
@@ -174,18 +174,14 @@ class Matcher:
         wait = active.room
         if wait is None:
             return
-        seconds = self._clock.now() - wait.began_at
+        if self._anchors is not None:
+            self._anchors.stop_waiting_for_room(active, cause)
+            return
         path = active.pin.run.path() if active.pin is not None else []
         num_cold = sum(n for _, _, n in coming_and_cold(path, active.num_pinned_blocks)[1])
-        detail = f"it waited {seconds:.3f} s for {wait.num_blocks} blocks, which copies in flight were to give back"
-        self._leave_cold(active, path, active.num_pinned_blocks - num_cold, 0, (cause, detail))
-        self._end_room_wait(active)
-
-    def _end_room_wait(self, active: ActiveRequest) -> None:
-        if active.room is not None:
-            active.trail.room_seconds += self._clock.now() - active.room.began_at
-            self._room.leave(active.room)
-            active.room = None
+        why = cause, wait.detail(self._clock)
+        self._leave_cold(active, path, active.num_pinned_blocks - num_cold, 0, why)
+        end_room_wait(self._room, self._clock, active)
 
     def _copy_last(self, active: ActiveRequest, num_found: int) -> bool:
         """Copy the last block of a prompt that is cached whole, to compute its last token into the copy."""
@@ -333,7 +329,7 @@ class Matcher:
     def abandon(self, active: ActiveRequest) -> None:
         """The match has failed half way: take back what it holds. What it has started to load goes on for others."""
         active.free_private(self._tree.pools[GPU])
-        self._end_room_wait(active)
+        end_room_wait(self._room, self._clock, active)
         self.end_prefetch(active)
         stop_waiting(active)
         copy, active.copy = active.copy, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import TypeVar
 
 from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.books import Books
@@ -24,24 +25,27 @@ from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.requests.misses import Misses
 from fastdeploy_cache.requests.prefetches import Prefetches
 from fastdeploy_cache.requests.publisher import Publisher
-from fastdeploy_cache.requests.room_queue import RoomQueue, Taking
+from fastdeploy_cache.requests.room_queue import RoomNeed, RoomQueue, Taking
 from fastdeploy_cache.requests.row_loads import RowLoads
 from fastdeploy_cache.requests.runs_ahead import RunsAhead
 from fastdeploy_cache.requests.trail import Trail
 from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.prefetch import Fetched
 
+T = TypeVar("T")
+
 
 def _keep_none(active: ActiveRequest, private_ids: array[int]) -> Callable[[], array[int]]:  # noqa: ARG001
     return lambda: private_ids
 
 
-def _new_anchors(config: CacheConfig, books: Books, movement: Movement) -> Anchors | None:
+def _new_anchors(config: CacheConfig, books: Books, movement: Movement, room: RoomQueue) -> Anchors | None:
     rows, images = books.rows, movement.images
     if rows is None or images is None:
         return None
     has_tier = config.pool_sizes()[1] > 0
-    return Anchors(config, books, rows, RowLoads(books, rows, movement.loader, images) if has_tier else None)
+    loads = RowLoads(config, books, rows, movement, room=room) if has_tier else None
+    return Anchors(config, books, rows, images, loads=loads)
 
 
 class Requests:
@@ -60,8 +64,8 @@ class Requests:
         self._requests: dict[str, ActiveRequest] = {}
         accounts.follow(books, movement.speeds)
         self._misses = misses = Misses(books)
-        self.room = RoomQueue(books, movement.mover, self.num_coming)
-        self.anchors = _new_anchors(config, books, movement)
+        self.room = RoomQueue(books, movement.mover, self.num_coming, movement.images)
+        self.anchors = _new_anchors(config, books, movement, self.room)
         self.matcher = Matcher(config, books, movement, storage, misses=misses, room=self.room, anchors=self.anchors)
         self.ahead = RunsAhead(self.matcher, movement.mover, accounts)
         self.publisher = Publisher(config, books, movement, self.matcher, misses=misses, anchors=self.anchors)
@@ -212,20 +216,31 @@ class Requests:
         return ids
 
     def wait_for_blocks(
-        self, request: Request, num_blocks: int, take: Callable[[], list[int]], seconds: float
-    ) -> list[int]:
-        """What `take` allocates for the request, now or when copies in flight have given back enough. Not under the
-        lock. See `RoomQueue.when_room`."""
+        self,
+        request: Request,
+        num_blocks: int,
+        take: Callable[[], T],
+        undo: Callable[[ActiveRequest, T], None],
+        seconds: float,
+    ) -> T:
+        """What `take` allocates for the request, now or when copies in flight have given back enough; `undo` is its
+        reverse. Not under the lock. See `RoomQueue.when_room`."""
 
-        def give_back(ids: list[int]) -> None:
+        def need() -> RoomNeed:
+            active = self._requests.get(request.request_id) if self.anchors is not None else None
+            if active is None or active.rows is None or self.anchors is None:
+                return RoomNeed(num_blocks)
+            return self.anchors.need(active, num_blocks)
+
+        def give_back(taken: T) -> None:
             active = self._requests.get(request.request_id)
             if active is not None and active.request is request:
-                self.take_back(active, len(ids))
+                undo(active, taken)
 
         def ready() -> None:
             self.matcher.stop_waiting_for_room(self.active(request))
 
-        return self.room.when_room(Taking(num_blocks, self.books.residency, take, give_back), seconds, ready)
+        return self.room.when_room(Taking(need, take, give_back), seconds, ready)
 
     def tell_allocated(self, active: ActiveRequest, num_blocks: int) -> None:
         """It got blocks, and no commit has told of them."""
@@ -238,6 +253,10 @@ class Requests:
         first = len(active.block_ids) - num_blocks
         self.books.pools[GPU].free_each(islice(active.block_ids, first, None), REQUEST)  # a slice would need memory
         del active.block_ids[first:]
+
+    def take_back_ids(self, active: ActiveRequest, ids: list[int]) -> None:
+        """The same, for these."""
+        self.take_back(active, len(ids))
 
     def count(self, request: Request, hit_tokens: tuple[int, int, int]) -> None:
         """Count a request that was never matched here, and has hit so many tokens of each tier."""

@@ -3,37 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Change, Forgotten, GpuForgotten, RoomCame, TierLost
-from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.errors import CacheError, OutOfBlocksError
 from fastdeploy_cache.ipc.clock import Clock
 from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
+from fastdeploy_cache.movement.images import ImageMover
 
 T = TypeVar("T")
 _MATCH_SECONDS = 5.0  # at most, that a match waits: copies take milliseconds, and who is behind it waits, too
+
+
+class RoomNeed(NamedTuple):
+    """GPU blocks that somebody needs, and units of each further row."""
+
+    num_blocks: int
+    units: tuple[int, ...] = ()
 
 
 class RoomWait:
     """One who waits. It holds no room meanwhile, at most pins.
 
     Attributes:
-        num_blocks: that it needs.
+        need: what it waits for.
         is_match: whether a match waits, to load; else an allocation.
         began_at, deadline: by the monotonic clock.
         done: set when it waits no more: it has its blocks, or has given up.
         on_done: called then, outside the lock.
     """
 
-    __slots__ = ("began_at", "deadline", "done", "give_up", "is_match", "num_blocks", "on_done", "serve")
+    __slots__ = ("began_at", "deadline", "done", "give_up", "is_match", "need", "on_done", "serve")
 
     def __init__(
         self,
         clock: Clock,
-        num_blocks: int,
+        need: RoomNeed,
         seconds: float,
         serve: Callable[[], bool],
         give_up: Callable[[], None] = lambda: None,
@@ -41,25 +49,32 @@ class RoomWait:
         is_match: bool = False,
     ) -> None:
         """`serve` takes the blocks, if they are there: False while they are not. `seconds`: that it waits at most."""
-        self.num_blocks, self.is_match, self.began_at = num_blocks, is_match, clock.now()
+        self.need, self.is_match, self.began_at = need, is_match, clock.now()
         self.deadline = self.began_at + (min(seconds, _MATCH_SECONDS) if is_match else seconds)
         self.serve, self.give_up = serve, give_up
         self.done = clock.event()
         self.on_done: list[Callable[[], None]] = []
 
+    def detail(self, clock: Clock) -> str:
+        """For what, and how long, it has waited till now."""
+        seconds, units = clock.now() - self.began_at, [num for num in self.need.units if num]
+        what = f"{self.need.num_blocks} blocks" + (f" and {sum(units)} units of rows" if units else "")
+        return f"it waited {seconds:.3f} s for {what}, which copies in flight were to give back"
+
 
 class Taking(Generic[T]):
     """Blocks that somebody wants, asked for until they can be had. Under the lock, but for `result`."""
 
-    def __init__(self, num_blocks: int, residency: Residency, take: Callable[[], T], undo: Callable[[T], None]) -> None:
-        """`take` raises `OutOfBlocksError` while they cannot be had; `undo` is its reverse."""
-        self.num_blocks, self._residency, self._take, self._undo = num_blocks, residency, take, undo
+    def __init__(self, need: Callable[[], RoomNeed], take: Callable[[], T], undo: Callable[[T], None]) -> None:
+        """`need`: what it would take now. `take` raises `OutOfBlocksError` while that cannot be had; `undo` is its
+        reverse."""
+        self.need, self._take, self._undo = need, take, undo
         self._taken: list[T] = []
         self._refused: CacheError | None = None
 
-    def serve(self) -> bool:
+    def serve(self, has_room: Callable[[RoomNeed], bool]) -> bool:
         """Whether nothing is to be waited for any more: it has them, or never will."""
-        if self._refused is not None and self.num_blocks > self._residency.num_available(GPU):
+        if self._refused is not None and not has_room(self.need()):
             return False  # a refusal is told once
         try:
             self._taken.append(self._take())
@@ -95,9 +110,12 @@ class RoomQueue:
         num_waited, seconds_waited: of all waits that have ended.
     """
 
-    def __init__(self, books: Books, mover: BlockMover, num_coming: Callable[[], int]) -> None:
-        """`num_coming`: blocks that can be had when all copies in flight have ended well."""
-        self._books, self._mover, self._num_coming = books, mover, num_coming
+    def __init__(
+        self, books: Books, mover: BlockMover, num_coming: Callable[[], int], images: ImageMover | None
+    ) -> None:
+        """`num_coming`: blocks that can be had when all copies in flight have ended well. `images`: of a hybrid
+        model."""
+        self._books, self._mover, self._num_coming, self._images = books, mover, num_coming, images
         self._waiting: dict[RoomWait, None] = {}
         self.num_waited, self.seconds_waited = 0, 0.0
         books.listen(RoomCame, self._look)
@@ -116,12 +134,20 @@ class RoomQueue:
         """Whether others came before this one, or before somebody who does not wait yet."""
         return bool(self._waiting) and next(iter(self._waiting)) is not wait
 
-    def may_come(self, num_blocks: int) -> bool:
-        """Whether so many blocks can be had as soon as copies in flight have ended."""
+    def has_room(self, need: RoomNeed) -> bool:
+        """Whether it can be had now."""
+        has_units = self._images is None or self._images.first_short(need.units) is None
+        return has_units and need.num_blocks <= self._books.residency.num_available(GPU)
+
+    def may_come(self, need: RoomNeed) -> bool:
+        """Whether it can be had as soon as copies in flight have ended."""
         mover = self._mover
         if mover.is_quiet or all(transfer.done.is_set() for transfer in mover.in_flight.values()):
             return False
-        return self._books.residency.num_available(GPU) + self._num_coming() >= num_blocks
+        if self._books.residency.num_available(GPU) + self._num_coming() < need.num_blocks:
+            return False
+        images = self._images
+        return images is None or images.first_short(need.units, images.num_coming()) is None
 
     def enter(self, wait: RoomWait) -> None:
         """It waits from now on, behind all others."""
@@ -155,7 +181,7 @@ class RoomQueue:
             is_over = self._books.clock.now() >= first.deadline  # even so it takes what has come just now
             try:
                 if not first.serve():
-                    if not is_over and self.may_come(first.num_blocks):
+                    if not is_over and self.may_come(first.need):
                         return
                     first.give_up()
             except BaseException:  # who is behind it is not to wait for what fails again and again
@@ -171,11 +197,12 @@ class RoomQueue:
 
         Raises `OutOfBlocksError` where waiting does not help, or the time is over, and what else `taking` meets.
         """
-        wait = RoomWait(self._books.clock, taking.num_blocks, seconds, taking.serve)
+        serve = partial(taking.serve, self.has_room)
         with self._books:
-            if not taking.serve() and self.may_come(taking.num_blocks):
+            wait = RoomWait(self._books.clock, taking.need(), seconds, serve)
+            if not serve() and self.may_come(wait.need):
                 ready()
-                if not taking.serve():
+                if not serve():
                     self.enter(wait)
         try:
             if wait in self._waiting:
@@ -187,6 +214,6 @@ class RoomQueue:
             raise
         with self._books:
             if wait in self._waiting:  # its time is over: from now on it does not wait, and takes what can be had
-                taking.serve()
+                serve()
             self.leave(wait)
         return taking.result()

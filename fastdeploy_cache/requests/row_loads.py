@@ -2,59 +2,122 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.path import coming_and_cold
 from fastdeploy_cache.books.row_books import RowBooks
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.books.transfer import Transfer
-from fastdeploy_cache.movement.images import ImageMover
-from fastdeploy_cache.movement.loader import Loader
+from fastdeploy_cache.config.cache import CacheConfig
+from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.requests.checkpoint_maker import rows_of
-from fastdeploy_cache.requests.waiting import loads_of_pinned, pin_leading, wait_for
+from fastdeploy_cache.requests.room_queue import RoomNeed, RoomQueue, RoomWait
+from fastdeploy_cache.requests.waiting import end_room_wait, loads_of_pinned, pin_leading, wait_for
 
 
 class RowLoads:
     """A match has a *goal*, the deepest checkpoint of its prompt, and a *base*, the deepest that was on the GPU with
     its full KV when it was matched. Both are pinned until the match is settled: at the goal where all of that has come,
-    else at the base. A load may fail, and the full KV and the checkpoint come by tasks of their own."""
+    else at the base. A load may fail, and the full KV and the checkpoint come by tasks of their own. Where copies in
+    flight will give back the room that they lack, the match waits for that, with its pins alone."""
 
-    def __init__(self, books: Books, rows: RowBooks, loader: Loader, images: ImageMover) -> None:
-        self._tree, self._checkpoints, self._size = books.tree, rows.checkpoints, books.tree.block_size
-        self._loader, self._images = loader, images
+    def __init__(
+        self, config: CacheConfig, books: Books, rows: RowBooks, movement: Movement, *, room: RoomQueue
+    ) -> None:
+        assert movement.images is not None
+        self._tree, self._checkpoints, self._size = books.tree, rows.checkpoints, config.block_size
+        self._loader, self._images, self._room = movement.loader, movement.images, room
+        self._clock, self._seconds = books.clock, config.transfer.task_timeout_seconds
 
     def begin(self, active: ActiveRequest, path: list[Run], goal: Checkpoint, base: Checkpoint | None) -> bool:
-        """Load what the goal lacks on the GPU: all of it or nothing. Whether it is on its way; else the request holds
-        nothing of it."""
+        """Load what the goal lacks on the GPU: all of it or nothing. Whether it is on its way, or waits for room; else
+        the request holds nothing of it."""
         rows = rows_of(active)
         pin_leading(self._tree, active, path, goal.boundary)  # first: what makes room must not take it
         for each in (base, goal):
             if each is not None:
                 rows.anchors.append(each)
                 self._checkpoints.pin(each)
-        if not self._start(active, path, goal, base):
-            num_near = base.boundary if base is not None else 0
-            active.trail.refused_for, active.num_unloaded_blocks = self._loader.refused_for, goal.boundary - num_near
+        rows.goal, rows.base = goal, base
+        if not self._start(active, goal):
+            self._refuse(active, self._loader.refused_for)
             self.give_up(active)
             return False
-        rows.goal, rows.base = goal, base
-        image = self.loading(active)
-        wait_for(active, [*loads_of_pinned(active), *([image] if image is not None else [])])
         return True
 
-    def _start(self, active: ActiveRequest, path: list[Run], goal: Checkpoint, base: Checkpoint | None) -> bool:
-        num_near = base.boundary if base is not None else 0
-        _, parts = coming_and_cold(path, goal.boundary)
+    def _start(self, active: ActiveRequest, goal: Checkpoint) -> bool:
+        """Start what is not on its way, or wait for room. False: neither is worth it, or possible."""
+        assert active.pin is not None
+        _, parts = coming_and_cold(active.pin.run.path(), goal.boundary)
         is_needed = goal.units is None and self._images.loading(goal) is None
         num_cold = sum([length for _, _, length in parts])
-        if not num_cold and not is_needed:  # others bring it
-            return True
-        num_pages = self._checkpoints.sizes.num_pages(goal.boundary) if is_needed else 0
-        if not self._loader.is_worth(num_cold + num_pages, goal.boundary - num_near):
+        if num_cold or is_needed:  # else others bring it
+            num_pages = self._checkpoints.sizes.num_pages(goal.boundary) if is_needed else 0
+            if not self._loader.is_worth(num_cold + num_pages, self._num_saved(active)):
+                return False
+            num_rest = -(-active.request.num_tokens // self._size) - goal.boundary
+            start = partial(self._loader.start, parts, num_cold, num_rest, image=goal if is_needed else None)
+            is_behind = self._room.is_behind(active.room)
+            is_started = not is_behind and start()
+            lacks = self._loader.lacks_room or (active.room is not None and self._loader.lacks_place)
+            if not is_started and (is_behind or lacks):
+                units = self._checkpoints.sizes.counts(goal.boundary) if is_needed else ()
+                if self._wait_for_room(active, RoomNeed(num_cold + num_rest, units)):
+                    return True
+                is_started = is_behind and start()  # none of those in front can be helped by what is in flight, either
+            if not is_started:
+                return False
+        end_room_wait(self._room, self._clock, active)
+        self._wait_for_loads(active)
+        return True
+
+    def _num_saved(self, active: ActiveRequest) -> int:
+        """Blocks that need not be computed where the goal is reached."""
+        rows = rows_of(active)
+        assert rows.goal is not None
+        return rows.goal.boundary - (rows.base.boundary if rows.base is not None else 0)
+
+    def _wait_for_loads(self, active: ActiveRequest) -> None:
+        image = self.loading(active)
+        wait_for(active, [*loads_of_pinned(active), *([image] if image is not None else [])])
+
+    def _refuse(self, active: ActiveRequest, why: tuple[Cause, str]) -> None:
+        active.trail.refused_for, active.num_unloaded_blocks = why, self._num_saved(active)
+
+    # -- waiting for room
+
+    def _wait_for_room(self, active: ActiveRequest, need: RoomNeed) -> bool:
+        """Wait until it can be had; False where no copy in flight will give it back."""
+        if not self._room.may_come(need):
             return False
-        num_rest = -(-active.request.num_tokens // self._size) - goal.boundary
-        return self._loader.start(parts, num_cold, num_rest, image=goal if is_needed else None)
+        if active.room is None:
+            serve, give_up = partial(self._serve, active), partial(self.stop_waiting_for_room, active)
+            active.room = RoomWait(self._clock, need, self._seconds, serve, give_up, is_match=True)
+            self._room.enter(active.room)
+        active.room.need = need
+        self._wait_for_loads(active)
+        return True
+
+    def _serve(self, active: ActiveRequest) -> bool:
+        """Load what a match waits for room for, if there is room now; False while there is none."""
+        generations, goal = self._tree.generations, rows_of(active).goal
+        if goal is None or max(generations.last_reset, generations.last_gpu_loss) > active.generation:
+            self.stop_waiting_for_room(active, Cause.RESET)
+        elif not self._start(active, goal):
+            self._refuse(active, self._loader.refused_for)
+            end_room_wait(self._room, self._clock, active)
+        return active.room is None
+
+    def stop_waiting_for_room(self, active: ActiveRequest, cause: Cause = Cause.ROOM) -> None:
+        """It gets no room for its load. The match stays as it is until it is settled."""
+        if active.room is not None:
+            if rows_of(active).goal is not None:
+                self._refuse(active, (cause, active.room.detail(self._clock)))
+            end_room_wait(self._room, self._clock, active)
 
     def give_up(self, active: ActiveRequest, kept: Checkpoint | None = None) -> None:
         """It keeps no checkpoint of its match any more but this one. Needs no memory."""

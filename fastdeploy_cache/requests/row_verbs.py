@@ -5,11 +5,13 @@ from __future__ import annotations
 import operator
 import reprlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.tokens import TokenIds
 from fastdeploy_cache.errors import CacheError, OutOfBlocksError, RequestError
+from fastdeploy_cache.ipc.clock import seconds_to_wait
 from fastdeploy_cache.request import Request, whole_number
 from fastdeploy_cache.requests.active_request import WAITING, ActiveRequest
 from fastdeploy_cache.requests.anchors import Anchors
@@ -49,6 +51,10 @@ class RowAllocation:
         self._requests.anchors.take_back(active, taken.tables)
         self._requests.take_back(active, num_blocks)
 
+    def undo(self, active: ActiveRequest, taken: RowBlocks) -> None:
+        """The same, of one allocation alone."""
+        self.take_back(active, len(taken.block_ids), taken)
+
     def none(self, active: ActiveRequest) -> RowBlocks:
         """See there."""
         assert active.rows is not None
@@ -76,10 +82,11 @@ class RowVerbs:
         self._allocation = RowAllocation(requests)
         self._steps = Steps(requests, block_size, self._allocation)
 
-    def allocate(self, request: Request, num_blocks: int) -> RowBlocks:
+    def allocate(self, request: Request, num_blocks: int, *, wait_seconds: float = 0.0) -> RowBlocks:
         """Give the request `num_blocks` more blocks behind those that it has, of every row, or of none.
 
-        Of a row of states it gets one slot with its first blocks, which is its own to write.
+        Of a row of states it gets one slot with its first blocks, which is its own to write. `wait_seconds` is that of
+        `PrefixCacheManager.allocate`, for units of each row, too.
 
         Raises:
             OutOfBlocksError: one row has not that many now, which `row` names; nothing was changed.
@@ -87,13 +94,19 @@ class RowVerbs:
                 `PrefixCacheManager.allocate`.
         """
         number = whole_number(num_blocks, "num_blocks")
+        if wait_seconds != 0:
+            seconds, take = seconds_to_wait("allocate", wait_seconds), partial(self._allocate, request, number)
+            return self._requests.wait_for_blocks(request, number, take, self._allocation.undo, seconds)
         with self._books:
-            self._books.check_awake()
-            active = self._requests.active(request)
-            self._anchors()
-            if number < 0:
-                raise RequestError(f"allocate of {number} blocks for {request.request_id!r}; give 0 or more")
-            return self._allocation.allocate(active, number)
+            return self._allocate(request, number)
+
+    def _allocate(self, request: Request, num_blocks: int) -> RowBlocks:
+        self._books.check_awake()
+        active = self._requests.active(request)
+        self._anchors()
+        if num_blocks < 0:
+            raise RequestError(f"allocate of {num_blocks} blocks for {request.request_id!r}; give 0 or more")
+        return self._allocation.allocate(active, num_blocks)
 
     def step(self, steps: Iterable[tuple[Request, TokenIds, int]]) -> list[RowBlocks | CacheError | MemoryError]:
         """See `PrefixCacheManager.step`: the same, with new blocks of all rows for each request."""

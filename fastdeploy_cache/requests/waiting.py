@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import GPU, Run
 from fastdeploy_cache.books.transfer import Transfer, segments_of
+from fastdeploy_cache.ipc.clock import Clock
 from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.requests.room_queue import RoomQueue
 
 
 def pin_leading(tree: PrefixTree, active: ActiveRequest, path: list[Run], num_blocks: int) -> None:
@@ -34,6 +36,14 @@ def wait_for(active: ActiveRequest, transfers: Iterable[Transfer]) -> None:
     active.loads = [*active.loads, *new]
     if active.prefetch is not None:
         active.prefetch.loads = active.loads
+
+
+def end_room_wait(room: RoomQueue, clock: Clock, active: ActiveRequest) -> None:
+    """It waits for no room any more, if it did."""
+    if active.room is not None:
+        active.trail.room_seconds += clock.now() - active.room.began_at
+        room.leave(active.room)
+        active.room = None
 
 
 def stop_waiting(active: ActiveRequest) -> None:

@@ -49,7 +49,7 @@ class RecordedClient:
     def available(self) -> bool:
         return not self._down
 
-    def has_room(self, kind: TaskKind) -> bool:  # noqa: ARG002
+    def has_room(self, kind: TaskKind, num_tasks: int = 1) -> bool:  # noqa: ARG002
         return self.available
 
     def cancel(self, task_id: int) -> None:

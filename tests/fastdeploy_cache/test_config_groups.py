@@ -12,6 +12,7 @@ from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.adapters.mini_sglang.radix_cache import new_manager
 from fastdeploy_cache.adapters.sglang.config import new_config
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
@@ -78,6 +79,8 @@ def test_a_pool_in_bytes_holds_all_rows() -> None:
         ({"peer": PeerConfig(weights_id="w")}, "peer is given with layout.groups, and no peer serves models"),
         ({"layout": GEMMA_3, "block_size": 64, "num_cpu_blocks": 84},
          "the CPU pool has 84 blocks, and a checkpoint and one block take 85; give num_cpu_blocks 85 or more, or 0"),
+        ({"num_cpu_blocks": 85, "transfer": TransferConfig(max_tasks_in_flight=1)},
+         "transfer.max_tasks_in_flight is 1, and a load of full KV and its checkpoint is two tasks; give 2 or more"),
     ],
 )  # fmt: skip
 def test_what_is_refused(fields: dict[str, Any], words: str) -> None:

@@ -11,7 +11,7 @@ from fastdeploy_cache import Request
 from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.errors import OutOfBlocksError, UnknownRequestError
 from fastdeploy_cache.requests import room_queue
-from fastdeploy_cache.requests.room_queue import Taking
+from fastdeploy_cache.requests.room_queue import RoomNeed, Taking
 from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.cache_model import CacheModel, LiveRequest
 from tests.rigs.process_ends import SECONDS
@@ -129,7 +129,7 @@ def test_who_has_waited_takes_what_can_be_had() -> None:
             raise OutOfBlocksError(1, 1)
         return ids
 
-    taking = Taking(0, model.cache._books.residency, take, lambda _: None)
+    taking = Taking(lambda: RoomNeed(0), take, lambda _: None)
     assert model.cache._requests.room.when_room(taking, 0.0, lambda: None) == [7]
     assert shown(model, "waiting_for_room") == 1
     model.client.land_all()

@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.errors import ConfigError
-from fastdeploy_cache.transfer_manager.task import RankResult, TaskKind, TransferResult, TransferTask
+from tests.rigs.held_tasks import Held
 from tests.rigs.hybrid_requests import BOTH, TEXT, computed, manager
 
 LONG = [*TEXT, *range(50, 64)]  # goes on behind TEXT: eight blocks
 FIELDS = {"num_cpu_blocks": 60, "cpu_write_policy": "write_through", "num_gpu_units": (6, 12), "max_load_share": 1.0}
-
-
-class Held:
-    """Stands between the cache and its client: holds loads back, until the test lets them go or fail."""
-
-    def __init__(self, cache: PrefixCacheManager) -> None:
-        self._client: Any = cache._movement.client
-        self._submit, self._cache = self._client.submit, cache
-        self.tasks: list[TransferTask] = []
-        self.num_loads = 0
-        self._client.submit = self._hold
-
-    def _hold(self, task: TransferTask) -> None:
-        if task.kind is TaskKind.SWAP_IN:
-            self.num_loads += 1
-            self.tasks.append(task)
-        else:
-            self._submit(task)
-
-    def go(self, fails: Callable[[TransferTask], bool] = lambda _: False) -> None:
-        """Each is done, or fails."""
-        tasks, self.tasks = self.tasks, []
-        for task in tasks:
-            if fails(task):
-                failed = RankResult(rank=0, error="the test says so")
-                self._cache._movement.mover.on_result(TransferResult(task=task, ranks=(failed,)))
-            else:
-                self._submit(task)
 
 
 @pytest.fixture
@@ -117,6 +89,18 @@ def test_a_load_that_is_late_leaves_it_at_the_checkpoint_that_was_there(cache: P
     cache.release(request)
     request, match = match_of(cache, "long once more", LONG)
     assert match.num_gpu_tokens == 28, "what came late is there for others"
+    cache.release(request)
+
+
+def test_a_queue_with_one_place_left_takes_none_of_both(
+    cache: PrefixCacheManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The full KV without its checkpoint would be loaded in vain, and the checkpoint without its full KV."""
+    held = Held(cache)
+    monkeypatch.setattr(cache._movement.client, "has_room", lambda _, num_tasks=1: num_tasks < 2)
+    request, match = match_of(cache, "again", TEXT)
+    assert match.ready and match.num_tokens == 0 and not held.num_loads
+    assert "the queue of loads is full" in str(cache.explain("again"))
     cache.release(request)
 
 

@@ -277,8 +277,9 @@ def serve(engine: Float64Engine, num_requests: int, *, preempts: float = 0.0) ->
         served = draw.choice(live)
         try:
             is_over = engine.step(served)
-        except OutOfBlocksError:
-            if others := [each for each in live if each is not served]:
+        except OutOfBlocksError as short:
+            others = [each for each in live if each is not served]
+            if others and short.coming < short.missing:
                 engine.preempt(others[0])
             else:
                 num_waits += 1  # copies in flight hold what it lacks

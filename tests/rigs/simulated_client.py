@@ -59,8 +59,8 @@ class SimulatedClient:
     def available(self) -> bool:
         return self.up
 
-    def has_room(self, kind: TaskKind) -> bool:
-        return self.up and len([t for t in self.tasks if t.kind is kind]) < self.max_tasks[kind]
+    def has_room(self, kind: TaskKind, num_tasks: int = 1) -> bool:
+        return self.up and len([t for t in self.tasks if t.kind is kind]) + num_tasks <= self.max_tasks[kind]
 
     def cancel(self, task_id: int) -> None:
         self.cancelled.add(task_id)

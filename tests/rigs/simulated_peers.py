@@ -150,7 +150,7 @@ class SimulatedPeers:
     def kv_lost(self, rank: int) -> None:
         pass
 
-    def has_room(self, kind: TaskKind) -> bool:
+    def has_room(self, kind: TaskKind, num_tasks: int = 1) -> bool:
         return self.up
 
     @property

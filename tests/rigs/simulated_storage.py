@@ -109,7 +109,7 @@ class SimulatedStorage:
     def cancel(self, task_id: int) -> None:
         self.cancelled.add(task_id)
 
-    def has_room(self, kind: TaskKind) -> bool:
+    def has_room(self, kind: TaskKind, num_tasks: int = 1) -> bool:
         return self.up
 
     @property

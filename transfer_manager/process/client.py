@@ -111,9 +111,9 @@ class Processes:
         """Whether every process is ready."""
         return self.io is not None and self.io.tasks.is_open and self.io.tasks.all_ready.is_set()
 
-    def has_room(self, kind: TaskKind) -> bool:
-        """Whether a task of this kind, submitted now, would start."""
-        return self.io is not None and self.io.tasks.has_room(kind)
+    def has_room(self, kind: TaskKind, num_tasks: int = 1) -> bool:
+        """Whether so many tasks of this kind, submitted now, would start."""
+        return self.io is not None and self.io.tasks.has_room(kind, num_tasks)
 
     def wait_ready(self, timeout_seconds: float) -> bool:
         """Wait until every process is ready; False when the time is over first."""

@@ -34,10 +34,10 @@ class TaskFlow:
 
     # -- any thread
 
-    def has_room(self, kind: TaskKind) -> bool:
-        """Whether a task of this kind, accepted now, would be sent."""
+    def has_room(self, kind: TaskKind, num_tasks: int = 1) -> bool:
+        """Whether so many tasks of this kind, accepted now, would be sent."""
         may_begin = self.all_ready.is_set() or not kind.needs_all_ranks
-        return self.is_open and may_begin and self._num_tasks[kind.lane] < self._max_tasks
+        return self.is_open and may_begin and self._num_tasks[kind.lane] + num_tasks <= self._max_tasks
 
     def accept(self, task: TransferTask) -> bool:
         """Queue a task for the I/O thread, or take nothing of it.

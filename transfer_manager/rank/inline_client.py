@@ -96,7 +96,7 @@ class InlineClient(TransferClient):
     def available(self) -> bool:
         return self._open and (self._layout is None or len(self._devices) == self._tp_size)
 
-    def has_room(self, kind: TaskKind) -> bool:  # noqa: ARG002
+    def has_room(self, kind: TaskKind, num_tasks: int = 1) -> bool:  # noqa: ARG002
         return self.available
 
     def wait_ready(self, timeout_seconds: float) -> bool:  # noqa: ARG002 (there is nothing to wait for)
