@@ -95,13 +95,19 @@ class RowBooks:
         if len(inner) > at_most and (spare := [each for each in inner if not each.num_pins]):
             self.checkpoints.drop(min(spare, key=_order_of_making), Loss.SPARE)
 
-    def end_units(self, checkpoint: Checkpoint, units: Units, succeeded: bool) -> bool:
-        """A task that was to fill these units has ended: they are the checkpoint's, or they go home; which of both."""
+    def end_units(self, checkpoint: Checkpoint, units: Units, succeeded: bool, *, stays: bool = False) -> bool:
+        """A task that was to fill these units has ended: they are the checkpoint's, or they go home; which of both.
+        Where it `stays` they are the task's still instead of going home."""
         if succeeded and self.checkpoints.land_units(checkpoint, units):
             return True
-        for pool, ids in zip(self.checkpoints.pools, units, strict=True):
-            pool.pool.free(ids, TASK)
+        if not stays:
+            self.free_units(units)
         return False
+
+    def free_units(self, units: Units) -> None:
+        """What a task had of each row goes home. Needs no memory."""
+        for pool, ids in zip(self.checkpoints.pools, units, strict=False):
+            pool.pool.free_each(ids, TASK)
 
     def end_pages(self, checkpoint: Checkpoint, pages: array[int], succeeded: bool) -> bool:
         """The same of pages of the CPU tier."""

@@ -55,6 +55,7 @@ class Transfer:
     on_done: list[Callable[[], None]] = field(default_factory=list)  # called without the lock
     num_ahead: int = 0  # requests that use the destinations before the load has ended
     kept: list[array[int]] = field(default_factory=list)  # of those, what did not join the tree
+    kept_units: Sequence[array[int]] = ()  # the same of a checkpoint, by row
 
 
 def wait_done(transfers: Iterable[Transfer], timeout_seconds: float, clock: Clock) -> bool:

@@ -215,6 +215,9 @@ class BlockMover:
         if not transfer.num_ahead and transfer.done.is_set():
             while transfer.kept:
                 self._tree.pools[transfer.tier].free(transfer.kept.pop(), TASK)
+            if transfer.kept_units and self._books.rows is not None:
+                self._books.rows.free_units(transfer.kept_units)
+                transfer.kept_units = ()
             if not transfer.is_quarantined:
                 self.in_flight.pop(transfer.task_id, None)
 
@@ -260,7 +263,7 @@ class BlockMover:
             transfer.cargo = None  # it points back: such a cycle for each task would be left to the garbage collector
         else:
             transfer.succeeded, transfer.is_quarantined = False, True
-        if not transfer.kept and not transfer.is_quarantined:
+        if not (transfer.kept or transfer.kept_units or transfer.is_quarantined):
             del self.in_flight[transfer.task_id]
         transfer.done.set()
         calls, transfer.on_done = transfer.on_done, []

@@ -42,7 +42,10 @@ class ImageLanding:
         if self._moving.get(self.checkpoint) is self.transfer:  # else another one was started, as this was cancelled
             del self._moving[self.checkpoint]
         if self.units:
-            self._rows.end_units(self.checkpoint, self.units, succeeded)
+            is_used = self.transfer is not None and self.transfer.num_ahead > 0  # by a step, which reads there
+            has_landed = self._rows.end_units(self.checkpoint, self.units, succeeded, stays=is_used)
+            if self.transfer is not None and is_used and not has_landed:
+                self.transfer.kept_units = self.units
             self.units = []
         if self.pages:
             self._rows.end_pages(self.checkpoint, self.pages, succeeded)
@@ -77,6 +80,12 @@ class ImageMover:
         transfer = self._moving[GPU].get(checkpoint)
         return transfer if transfer is not None and not transfer.cancelled else None
 
+    def units_of_load(self, checkpoint: Checkpoint) -> list[array[int]] | None:
+        """Where such a load brings it, by row; None where there is none."""
+        transfer = self.loading(checkpoint)
+        cargo = transfer.cargo if transfer is not None else None
+        return cargo.units or None if isinstance(cargo, ImageLanding) else None
+
     def is_storing(self, checkpoint: Checkpoint) -> bool:
         """Whether one is on its way to the CPU tier."""
         return checkpoint in self._moving[CPU]
@@ -107,7 +116,7 @@ class ImageMover:
         return None
 
     def num_coming(self) -> list[int]:
-        """Units of each row that become free or can be had from checkpoints when the copies in flight have ended well."""
+        """Units of each row that become free, or can be had from checkpoints, when the copies in flight end well."""
         pools = self._rows.checkpoints.pools
         num_coming, held = [0] * len(pools), [Counter[int]() for _ in pools]
         for transfer in self._mover.in_flight.values():
@@ -154,8 +163,7 @@ class ImageMover:
             moving.pop(checkpoint, None)
             if before is not None:
                 moving[checkpoint] = before
-            for pool, units in zip(self._rows.checkpoints.pools, cargo.units, strict=False):
-                pool.pool.free_each(units, TASK)
+            self._rows.free_units(cargo.units)
             self._books.pools[CPU].free_each(cargo.pages, TASK)
             raise
         return True

@@ -16,7 +16,7 @@ from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import OutOfBlocksError
 from fastdeploy_cache.movement.images import ImageMover
-from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.requests.active_request import VOID, ActiveRequest
 from fastdeploy_cache.requests.checkpoint_maker import CheckpointMaker, rows_of
 from fastdeploy_cache.requests.room_queue import RoomNeed
 from fastdeploy_cache.requests.row_loads import RowLoads
@@ -119,6 +119,34 @@ class Anchors:
         rows.wanted = tuple([each for each in rows.wanted if each > boundary])
         return boundary
 
+    # -- running ahead of its loads
+
+    def units_ahead(self, active: ActiveRequest) -> list[array[int]] | None:
+        """The units, by row, which hold the checkpoint that its match waits for once its load has come; None: there is
+        no such load."""
+        goal = rows_of(active).goal
+        if goal is None:
+            return None
+        return self._rows.checkpoints.unit_ids(goal) if goal.units else self._images.units_of_load(goal)
+
+    def begin_ahead(self, active: ActiveRequest, units: list[array[int]]) -> None:
+        """It goes on at that checkpoint, as if it were there. All of it or, on `MemoryError`, nothing."""
+        rows = rows_of(active)
+        assert rows.goal is not None
+        wanted = tuple([each for each in rows.wanted if each > rows.goal.boundary])
+        self._begin_at(rows, rows.goal, units)
+        rows.wanted = wanted
+
+    def end_ahead(self, active: ActiveRequest, num_blocks: int) -> bool:
+        """So many of its blocks are there. Whether the checkpoint is, too, in the units that it uses; it keeps the
+        deepest that is there."""
+        rows = rows_of(active)
+        assert self._loads is not None
+        reached, goal = self._reached(rows, num_blocks), rows.goal
+        is_whole = reached is goal is not None and self._rows.checkpoints.unit_ids(goal) == list(rows.matched)
+        self._loads.give_up(active, reached)
+        return is_whole
+
     def loading(self, active: ActiveRequest) -> Transfer | None:
         """The load that brings the checkpoint which its match waits for."""
         return self._loads.loading(active) if self._loads is not None else None
@@ -133,9 +161,15 @@ class Anchors:
         units of its own."""
         rows = rows_of(active)
         firsts, tables = rows.matched_firsts, rows.matched
-        if rows.goal is not None and (reached := self._reached(rows, num_blocks)) is not None:
+        if active.phase is VOID:
+            reached = rows.anchors[-1] if rows.anchors else None
+        else:  # one that runs ahead has those of its goal already
+            reached = self._reached(rows, num_blocks) if rows.goal is not None and not active.is_ahead else None
+        if reached is not None:
             firsts = tuple([row.first_block(reached.boundary) for row in self._shapes])
             tables = self._rows.checkpoints.unit_ids(reached)
+        elif active.phase is VOID:
+            tables = ()
         if is_lost or not tables:
             return tuple([RowTable(0, []) for _ in self._shapes])
         return tuple([RowTable(first, table.tolist()) for first, table in zip(firsts, tables, strict=True)])

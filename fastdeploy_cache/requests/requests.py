@@ -67,7 +67,7 @@ class Requests:
         self.room = RoomQueue(books, movement.mover, self.num_coming, movement.images)
         self.anchors = _new_anchors(config, books, movement, self.room)
         self.matcher = Matcher(config, books, movement, storage, misses=misses, room=self.room, anchors=self.anchors)
-        self.ahead = RunsAhead(self.matcher, movement.mover, accounts)
+        self.ahead = RunsAhead(self.matcher, movement.mover, accounts, self.anchors)
         self.publisher = Publisher(config, books, movement, self.matcher, misses=misses, anchors=self.anchors)
         self._config, self._mover, self._storage = config, movement.mover, storage
         self._most_tokens = books.pools[GPU].num_blocks * config.block_size

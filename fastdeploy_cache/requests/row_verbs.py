@@ -26,18 +26,18 @@ class RowAllocation:
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
 
-    def allocate(self, active: ActiveRequest, num_blocks: int) -> RowBlocks:
-        """See there."""
+    def allocate(self, active: ActiveRequest, num_blocks: int, *, ahead_of_loads: bool = False) -> RowBlocks:
+        """See there, and `PrefixCacheManager.allocate`."""
         anchors = self._requests.anchors
         assert anchors is not None
         try:
             anchors.check_room(active, num_blocks)
         except OutOfBlocksError:
-            if active.phase is not WAITING:
+            if ahead_of_loads or active.phase is not WAITING:
                 raise
             self._requests.matcher.settle(active)  # what it waits for, and does not get, holds units, too
             anchors.check_room(active, num_blocks)
-        ids = self._requests.allocate(active, num_blocks, ahead_of_loads=False, is_told=False)
+        ids = self._requests.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads, is_told=False)
         first = len(active.block_ids) - num_blocks  # not before: that settles a match
         try:
             return RowBlocks(ids.tolist(), anchors.extend(active, first, num_blocks))
@@ -82,11 +82,14 @@ class RowVerbs:
         self._allocation = RowAllocation(requests)
         self._steps = Steps(requests, block_size, self._allocation)
 
-    def allocate(self, request: Request, num_blocks: int, *, wait_seconds: float = 0.0) -> RowBlocks:
+    def allocate(
+        self, request: Request, num_blocks: int, *, ahead_of_loads: bool = False, wait_seconds: float = 0.0
+    ) -> RowBlocks:
         """Give the request `num_blocks` more blocks behind those that it has, of every row, or of none.
 
-        Of a row of states it gets one slot with its first blocks, which is its own to write. `wait_seconds` is that of
-        `PrefixCacheManager.allocate`, for units of each row, too.
+        Of a row of states it gets one slot with its first blocks, which is its own to write. `ahead_of_loads` and
+        `wait_seconds` are those of `PrefixCacheManager.allocate`. With the first, the `tables` of the match that is
+        polled after this are those of the checkpoint that is on its way, and `match.load_ids` brings that, too.
 
         Raises:
             OutOfBlocksError: one row has not that many now, which `row` names; nothing was changed.
@@ -95,18 +98,19 @@ class RowVerbs:
         """
         number = whole_number(num_blocks, "num_blocks")
         if wait_seconds != 0:
-            seconds, take = seconds_to_wait("allocate", wait_seconds), partial(self._allocate, request, number)
+            seconds = seconds_to_wait("allocate", wait_seconds)
+            take = partial(self._allocate, request, number, ahead_of_loads)
             return self._requests.wait_for_blocks(request, number, take, self._allocation.undo, seconds)
         with self._books:
-            return self._allocate(request, number)
+            return self._allocate(request, number, ahead_of_loads)
 
-    def _allocate(self, request: Request, num_blocks: int) -> RowBlocks:
+    def _allocate(self, request: Request, num_blocks: int, ahead_of_loads: bool) -> RowBlocks:
         self._books.check_awake()
         active = self._requests.active(request)
         self._anchors()
         if num_blocks < 0:
             raise RequestError(f"allocate of {num_blocks} blocks for {request.request_id!r}; give 0 or more")
-        return self._allocation.allocate(active, num_blocks)
+        return self._allocation.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads)
 
     def step(self, steps: Iterable[tuple[Request, TokenIds, int]]) -> list[RowBlocks | CacheError | MemoryError]:
         """See `PrefixCacheManager.step`: the same, with new blocks of all rows for each request."""

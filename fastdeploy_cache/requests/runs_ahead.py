@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastdeploy_cache.movement.block_mover import BlockMover
 from fastdeploy_cache.requests.accounts import Accounts
 from fastdeploy_cache.requests.active_request import AHEAD, SETTLED, VOID, ActiveRequest
+from fastdeploy_cache.requests.anchors import Anchors
 from fastdeploy_cache.requests.listener import CONFIRMED, RequestListener
 from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.requests.waiting import stop_waiting
@@ -13,8 +14,8 @@ from fastdeploy_cache.requests.waiting import stop_waiting
 class RunsAhead:
     """See `PrefixCacheManager.allocate` with `ahead_of_loads`, and `confirm`."""
 
-    def __init__(self, matcher: Matcher, mover: BlockMover, accounts: Accounts) -> None:
-        self._matcher, self._mover, self._accounts = matcher, mover, accounts
+    def __init__(self, matcher: Matcher, mover: BlockMover, accounts: Accounts, anchors: Anchors | None) -> None:
+        self._matcher, self._mover, self._accounts, self._anchors = matcher, mover, accounts, anchors
         self._listener: RequestListener | None = None
 
     def tell(self, listener: RequestListener) -> None:
@@ -24,12 +25,15 @@ class RunsAhead:
     def begin(self, active: ActiveRequest) -> None:
         """Let the request use the blocks that are coming as if they were there; nothing is published until they are."""
         (ids, _), (coming, transfers) = self._matcher.arrived(active), self._matcher.coming(active)
-        is_whole = active.copy is None and active.room is None
+        units = self._anchors.units_ahead(active) if self._anchors is not None else ()
+        is_whole = active.copy is None and active.room is None and units is not None
         if not is_whole or not coming or len(ids) + len(coming) < active.num_pinned_blocks:
             self._matcher.show(active, is_final=True)  # the caller looks again after this
             return
         self._matcher.end_prefetch(active)
         table = ids + coming  # first: it may need memory
+        if self._anchors is not None and units:
+            self._anchors.begin_ahead(active, units)
         active.ahead = transfers
         for transfer in transfers:
             self._mover.use_ahead(transfer)
@@ -50,7 +54,8 @@ class RunsAhead:
         active.enter(SETTLED if came else VOID)
         if self._listener is not None:
             self._listener.note((CONFIRMED, active.trail.number, arrived))
-        if came and len(ids) == active.num_pinned_blocks:
+        is_whole = self._anchors is None or self._anchors.end_ahead(active, len(ids))
+        if came and is_whole and len(ids) == active.num_pinned_blocks:
             return
         active.is_detached = True
         if not came:

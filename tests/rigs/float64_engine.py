@@ -111,7 +111,7 @@ class Float64Engine:
         self.cache = PrefixCacheManager(config)
         self._arrays = RankArrays(self.cache, config.transfer.tp_size)
         self.num_hits = self.num_preempted = self.num_snapshots = self.num_refused = self.num_rejected = 0
-        self.num_requests = self.num_cpu_tokens = 0
+        self.num_requests = self.num_cpu_tokens = self.num_ahead = 0
         self.disturb: Callable[[], None] = lambda: None  # called before and after verbs that start copies
 
     # -- memory, as the model sees that of one request
@@ -133,11 +133,26 @@ class Float64Engine:
         self.disturb()
         match = self.cache.match(sequence.request)
         self.disturb()
-        if match.num_coming_tokens and self.random.random() < 0.9:  # else it takes what is there
-            match = match.wait(WAIT_SECONDS)
+        num_tokens, block_ids = match.num_tokens, list(match.block_ids)
+        if match.num_coming_tokens and (drawn := self.random.random()) < 0.9:  # else it takes what is there
+            if drawn < 0.3:
+                self.cache.rows.allocate(sequence.request, 0, ahead_of_loads=True)
+                match = match.poll()
+                num_tokens, block_ids = match.num_tokens + match.num_coming_tokens, list(match.block_ids)
+                block_ids += match.coming_block_ids
+                self.disturb()
+                if not self.cache.confirm(sequence.request, WAIT_SECONDS, arrived=True):
+                    self.cache.release(sequence.request)
+                    self._match(sequence)
+                    return
+                self.num_ahead += match.num_coming_tokens > 0
+                self.num_cpu_tokens += match.num_coming_tokens
+            else:
+                match = match.wait(WAIT_SECONDS)
+                num_tokens, block_ids = match.num_tokens, list(match.block_ids)
         self.num_cpu_tokens += match.num_cpu_tokens
-        sequence.block_ids, sequence.num_hit = list(match.block_ids), match.num_tokens
-        sequence.num_computed, sequence.stops = match.num_tokens, match.checkpoint_tokens
+        sequence.block_ids, sequence.num_hit = block_ids, num_tokens
+        sequence.num_computed, sequence.stops = num_tokens, match.checkpoint_tokens
         sequence.logits = []
         self.num_hits += match.num_tokens > 0
         sequence.windows = {}

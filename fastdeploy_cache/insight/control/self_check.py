@@ -34,7 +34,8 @@ def check_all(
             rows = [active.rows for active in requests if active.rows is not None]
             kept = [prefix.checkpoint for prefix in books.pinned.values() if prefix.checkpoint is not None]
             moving = [each.cargo for each in held.transfers if isinstance(each.cargo, ImageLanding) and each.cargo.pins]
+            used = [each.kept_units for each in held.transfers if each.kept_units]  # by who ran ahead of their loads
             of_tasks = [cargo.checkpoint for cargo in moving]
             check_rows(books.tree, books.rows, [*kept, *of_tasks, *(each for of in rows for each in of.anchors)])
             check_own_units(books.rows, REQUEST, [of.own for of in rows])
-            check_own_units(books.rows, TASK, [cargo.units for cargo in moving if cargo.units])
+            check_own_units(books.rows, TASK, [*used, *[cargo.units for cargo in moving if cargo.units]])

@@ -1,0 +1,181 @@
+"""A request of a hybrid model that uses a checkpoint before its load has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from fastdeploy_cache import PrefixCacheManager, Request
+from fastdeploy_cache.books.block_pool import TASK
+from fastdeploy_cache.errors import OutOfBlocksError
+from fastdeploy_cache.requests.match import Match
+from fastdeploy_cache.requests.tables import RowBlocks
+from fastdeploy_cache.transfer_manager.task import TransferTask
+from tests.rigs.held_tasks import Held
+from tests.rigs.hybrid_requests import TEXT, computed, manager
+
+LONG = [*TEXT, *range(50, 64)]  # goes on behind TEXT: eight blocks
+FIELDS = {"num_cpu_blocks": 90, "cpu_write_policy": "write_through", "num_gpu_units": (6, 12), "max_load_share": 1.0}
+
+
+@pytest.fixture
+def cache() -> Iterator[PrefixCacheManager]:
+    """TEXT and LONG are in the CPU tier alone, with their checkpoints."""
+    with manager(**FIELDS) as made:
+        for name, tokens in (("text", TEXT), ("long", LONG)):
+            made.release(computed(made, name, tokens))
+        for number in range(6):
+            made.release(computed(made, f"other {number}", [100 + number] * 18))
+        yield made
+        made.check_invariants()
+        rows = made._books.rows
+        assert rows is not None and not any(pool.pool.count(TASK) for pool in rows.checkpoints.pools)
+        assert not made.stats().num_transfers_in_flight
+
+
+def run_ahead(cache: PrefixCacheManager, name: str, tokens: list[int]) -> tuple[Request, Match, RowBlocks]:
+    """What it sees of its match once it runs ahead."""
+    request = Request(request_id=name, prompt_token_ids=tokens)
+    match = cache.match(request)
+    num_known = (match.num_tokens + match.num_coming_tokens) // 4
+    new = cache.rows.allocate(request, -(-len(tokens) // 4) - num_known, ahead_of_loads=True)
+    cache.check_invariants()
+    return request, match.poll(), new
+
+
+def test_it_has_tables_of_all_rows_at_once(cache: PrefixCacheManager) -> None:
+    """Those of the checkpoint that is coming are as they will be: nothing changes when it has come and is confirmed."""
+    held = Held(cache)
+    request, match, new = run_ahead(cache, "again", TEXT)
+    assert (match.num_tokens, match.num_coming_tokens, len(match.load_ids)) == (0, 16, 2)
+    assert [(table.first_block, len(table.block_ids)) for table in match.tables] == [(3, 1), (2, 2)]
+    assert [(table.first_block, len(table.block_ids)) for table in new.tables] == [(4, 1), (4, 1)]
+    held.go()
+    assert cache.confirm(request, 0, arrived=True)
+    after = match.poll()
+    assert after.block_ids == list(match.coming_block_ids) and after.tables == match.tables
+    assert (after.num_cpu_tokens, after.num_coming_tokens) == (16, 0)
+    cache.commit(request, 18)
+    cache.release(request)
+
+
+@pytest.mark.parametrize("what", ["the full KV", "the checkpoint", "both"])
+def test_what_does_not_come_makes_it_worth_nothing(cache: PrefixCacheManager, what: str) -> None:
+    """It publishes nothing; units that it has used are not given to others before its release."""
+    held = Held(cache)
+    request, match, _ = run_ahead(cache, "again", TEXT)
+    used = [set(table.block_ids) for table in match.tables]
+    held.go(lambda task: what == "both" or bool(task.units) == (what == "the checkpoint"))
+    cache.check_invariants()
+    assert not cache.confirm(request, 0, arrived=True)
+    cache.commit(request, 18)
+    other = Request(request_id="other", prompt_token_ids=[7] * 18)
+    cache.match(other)
+    new = cache.rows.allocate(other, 5)
+    if what != "the full KV":
+        assert not any(used[row] & set(table.block_ids) for row, table in enumerate(new.tables))
+    cache.check_invariants()
+    for each in (request, other):
+        cache.release(each)
+        cache.check_invariants()
+    again = Request(request_id="once more", prompt_token_ids=TEXT)
+    match = cache.match(again)
+    held.go()
+    assert match.poll().num_tokens == 16
+    cache.release(again)
+
+
+def test_a_worker_that_did_not_wait_makes_it_worth_nothing(cache: PrefixCacheManager) -> None:
+    """Also where all has come by the time of `confirm`."""
+    held = Held(cache)
+    request, _, _ = run_ahead(cache, "again", TEXT)
+    held.go()
+    assert not cache.confirm(request, 0, arrived=False)
+    cache.check_invariants()
+    cache.release(request)
+
+
+def test_a_checkpoint_that_another_request_made_meanwhile(cache: PrefixCacheManager) -> None:
+    """Its load brings units that nobody takes: the request uses them to its end, and publishes nothing."""
+    held = Held(cache)
+    first, match, _ = run_ahead(cache, "ahead", TEXT)
+    other = computed(cache, "meanwhile", TEXT)
+    held.go()
+    cache.check_invariants()
+    assert cache.confirm(first, 0, arrived=True)
+    cache.commit(first, 18)
+    cache.check_invariants()
+    assert match.poll().tables == match.tables
+    cache.release(other)
+    cache.release(first)
+
+
+@pytest.mark.parametrize("end", ["release", "reset"])
+def test_it_goes_before_its_loads_have_come(cache: PrefixCacheManager, end: str) -> None:
+    """No unit is free before the rank has answered."""
+    held = Held(cache)
+    request, match, _ = run_ahead(cache, "again", LONG)
+    if end == "reset":
+        cache.reset()
+        cache.check_invariants()
+    cache.release(request)
+    cache.check_invariants()
+    rows = cache._books.rows
+    assert rows is not None
+    for pool, table in zip(rows.checkpoints.pools, match.tables, strict=True):
+        assert set(table.block_ids) <= set(pool.pool.ids_of(TASK))
+    held.go()
+
+
+def test_it_makes_checkpoints_of_what_it_computes_behind(cache: PrefixCacheManager) -> None:
+    """After `confirm`, as any request that has gone on at a checkpoint."""
+    held = Held(cache)
+    request, match, new = run_ahead(cache, "more", [*TEXT[:16], *range(80, 94)])
+    assert match.num_coming_tokens == 16 and match.checkpoint_tokens == (28,)
+    held.go()
+    assert cache.confirm(request, 0, arrived=True)
+    cache.commit(request, 28)
+    cache.release(request)
+    assert new.tables[0].block_ids
+    second, _, _ = run_ahead(cache, "and again", [*TEXT[:16], *range(80, 94)])
+    assert cache.explain("and again").num_hit_tokens == 16, "no snapshot, so no checkpoint at 28"
+    slots = cache._requests.active(second).rows
+    assert slots is not None
+    cache.commit(second, 16)
+    cache.rows.snapshot(second, 28, [slots.tables[0][0]])
+    cache.commit(second, 30)
+    cache.release(second)
+    third = Request(request_id="third", prompt_token_ids=[*TEXT[:16], *range(80, 94)])
+    assert cache.match(third).num_tokens == 28
+    cache.release(third)
+
+
+def test_without_room_nothing_is_changed(cache: PrefixCacheManager) -> None:
+    """The match waits on, and is not cut."""
+    held = Held(cache)
+    request = Request(request_id="again", prompt_token_ids=TEXT)
+    match = cache.match(request)
+    with pytest.raises(OutOfBlocksError):
+        cache.rows.allocate(request, 40, ahead_of_loads=True)
+    assert match.poll().num_coming_tokens == 16
+    held.go()
+    assert match.poll().num_tokens == 16
+    cache.release(request)
+
+
+def test_a_base_is_read_before_the_goal_has_come(cache: PrefixCacheManager) -> None:
+    """TEXT is on the GPU, and LONG comes: where that fails, what is left of the match is TEXT's."""
+    fails: Callable[[TransferTask], bool] = lambda _: True  # noqa: E731
+    first = Request(request_id="text again", prompt_token_ids=TEXT)
+    assert cache.match(first).poll().num_tokens == 16
+    held = Held(cache)
+    request, match, _ = run_ahead(cache, "long again", LONG)
+    assert (match.num_tokens, match.num_coming_tokens) == (16, 12)
+    assert [table.first_block for table in match.tables] == [6, 5]
+    held.go(fails)
+    assert not cache.confirm(request, 0, arrived=True)
+    after = match.poll()
+    assert after.num_tokens == 16 and [table.first_block for table in after.tables] == [3, 2]
+    cache.release(first)
+    cache.release(request)
