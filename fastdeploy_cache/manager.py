@@ -82,7 +82,7 @@ class PrefixCacheManager:
         """
         self.config = config
         clock = clock if isinstance(clock, Clock) else Clock(clock)
-        check_given(config, policy)
+        check_given(policy)
         client = client if client is not None else new_client(config, clock)  # first: it refuses what does not fit
         self._recorder = Recorder(config, clock.age)
         self.metrics = self._recorder.metrics

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastdeploy_cache import CacheConfig
-from fastdeploy_cache.config.row_pools import check_rows_served
 from fastdeploy_cache.errors import CacheError, DeviceError, LaunchError, StorageRefusedError, counted
 from fastdeploy_cache.ipc.memory_limit import check_available
 from fastdeploy_cache.ipc.peer_channel import load_keys
@@ -74,7 +73,7 @@ def _describe_rows(config: CacheConfig, layout: RankLayout) -> list[str]:
 def find_problems(config: CacheConfig) -> list[str]:
     """What an engine with it would lack on this machine now: each in a line. Leaves nothing behind."""
     problems = []
-    for check in (check_rows_served, _check_memory, _check_device, _check_storage, _check_folder, _check_peer):
+    for check in (_check_memory, _check_device, _check_storage, _check_folder, _check_peer):
         try:
             check(config)
         except CacheError as error:

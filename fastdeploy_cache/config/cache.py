@@ -83,7 +83,9 @@ class CacheConfig:
         max_load_share: the share of the GPU pool that a load may take. A longer prefix is not loaded.
         recompute_last_token: what is computed when a prompt that fills its blocks exactly is cached whole on the GPU.
             An engine needs at least one token to compute. With false that is the whole last block. With true it is the
-            last token alone, which is computed into a copy of the last block.
+            last token alone, which is computed into a copy of the last block, and of the last unit of each window.
+        state_copy: for kernels that write a state where they read it. A match of a model with states waits for a copy
+            of the state, in a slot of the request's own, which `Match.tables` shows then.
         enable_prefix_caching: with false all calls work as before, but no prefix is ever found.
         transfer_client: `processes` runs a rank process for each tensor-parallel rank. `inline` starts none: bytes are
             copied in the caller's thread, or not at all without a layout (simulation, tests). Storage has its process
@@ -132,6 +134,7 @@ class CacheConfig:
     min_load_tokens: int = 0
     max_load_share: float = 1.0
     recompute_last_token: bool = False
+    state_copy: bool = False
     enable_prefix_caching: bool = True
     transfer_client: Literal["processes", "inline"] = "processes"
     layout: KVLayout | None = None

@@ -36,6 +36,8 @@ class RowSettings(Protocol):
     @property
     def recompute_last_token(self) -> bool: ...
     @property
+    def state_copy(self) -> bool: ...
+    @property
     def transfer(self) -> TransferConfig: ...
 
     def pool_sizes(self) -> tuple[int, int]: ...
@@ -77,6 +79,14 @@ def check_row_values(config: RowSettings) -> None:
     if config.checkpoints_per_path < 0:
         raise ConfigError(f"checkpoints_per_path is {config.checkpoints_per_path}; use 0 or more")
     has_groups = config.layout is not None and bool(config.layout.groups)
+    has_states = has_groups and config.layout is not None and any(each.kind == "state" for each in config.layout.groups)
+    if config.state_copy and not has_states:
+        raise ConfigError("state_copy is True, and no group of layout.groups is of the kind 'state'; leave it out")
+    if config.recompute_last_token and has_states:
+        raise ConfigError(
+            "recompute_last_token is True with layout.groups of which one is a state, kept where a block ends; "
+            "leave it out"
+        )
     _check_units(config)
     for name, value in (("storage", config.storage), ("peer", config.peer)):
         if has_groups and value is not None:
@@ -129,11 +139,3 @@ def check_row_pools(config: RowSettings, layout: RankLayout, pool_sizes: tuple[i
             f"the CPU pool has {counted(pool_sizes[1], 'block')}, and a checkpoint and one block take {num_least}; "
             f"give num_cpu_blocks {num_least} or more, or 0 for no CPU tier"
         )
-
-
-def check_rows_served(config: RowSettings) -> None:
-    """Raise `ConfigError` for what does not serve a model yet whose layers do not all keep everything."""
-    if config.layout is None or not config.layout.groups:
-        return
-    if config.recompute_last_token:
-        raise ConfigError("recompute_last_token is True with layout.groups, which it does not serve yet; leave it out")

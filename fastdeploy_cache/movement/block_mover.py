@@ -114,6 +114,17 @@ class BlockMover:
             raise
         return transfer, cargo
 
+    def copy_unit(
+        self, cargo: Cargo, row: int, source: array[int], destination: array[int], num_tokens: int | None
+    ) -> Transfer:
+        """Start copying a unit of a row behind the full one into another, or its first tokens alone. Where this raises
+        the destination is the caller's to give back."""
+        transfer = self.new_transfer(GPU)
+        transfer.cargo = cargo
+        task = self._new_task(transfer, TaskKind.COPY, source, destination, num_tokens)
+        self._send(transfer, dataclasses.replace(task, row=row))
+        return transfer
+
     def copy_for_caller(
         self, kind: TaskKind, sources: array[int], cargo: CallersBlocks, num_tokens: int | None = None
     ) -> Transfer:

@@ -11,6 +11,7 @@ from fastdeploy_cache.movement.copy_down import CopyDown
 from fastdeploy_cache.movement.image_copies import ImageCopies
 from fastdeploy_cache.movement.images import ImageMover
 from fastdeploy_cache.movement.loader import Loader
+from fastdeploy_cache.movement.unit_copies import UnitCopier
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Movement:
         )
         self.mover = BlockMover(books, client, config.transfer.task_timeout_seconds)
         self.images = ImageMover(books, books.rows, self.mover) if books.rows is not None else None
+        self.units = UnitCopier(books, books.rows, self.mover) if books.rows is not None else None
         copies = ImageCopies(config, books, self.images) if self.images is not None else None
         self.copy_down = CopyDown(config, books, self.mover, copies)
         self.loader = Loader(config, books, self.mover, self.speeds, images=self.images)

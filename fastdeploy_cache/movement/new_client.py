@@ -12,7 +12,6 @@ from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.row_books import RowBooks
 from fastdeploy_cache.books.unit_pool import UnitPool
 from fastdeploy_cache.config.cache import CacheConfig
-from fastdeploy_cache.config.row_pools import check_rows_served
 from fastdeploy_cache.ipc.clock import Clock
 from fastdeploy_cache.policies import check_policy, new_policy
 from fastdeploy_cache.policies.eviction import RANKING_POLICIES
@@ -22,10 +21,9 @@ if TYPE_CHECKING:
     from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 
 
-def check_given(config: CacheConfig, policy: EvictionPolicy | None) -> None:
-    """Raise `ConfigError` for a policy that is none, and for a model that is not served as configured."""
+def check_given(policy: EvictionPolicy | None) -> None:
+    """Raise `ConfigError` for a policy that is none."""
     check_policy(policy)
-    check_rows_served(config)
 
 
 def new_client(config: CacheConfig, clock: Clock) -> TransferClient:

@@ -7,22 +7,17 @@ from collections.abc import Sequence
 
 from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.causes import Cause
-from fastdeploy_cache.books.checkpoint import Checkpoint
-from fastdeploy_cache.books.path import gpu_ids, usable_end
-from fastdeploy_cache.books.row_books import RowBooks, usable_checkpoints
-from fastdeploy_cache.books.run import Run
-from fastdeploy_cache.books.transfer import Transfer
+from fastdeploy_cache.books.path import usable_end
+from fastdeploy_cache.books.row_books import RowBooks
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import OutOfBlocksError
 from fastdeploy_cache.movement.images import ImageMover
-from fastdeploy_cache.requests.active_request import VOID, ActiveRequest
+from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.requests.checkpoint_maker import CheckpointMaker, rows_of
 from fastdeploy_cache.requests.room_queue import RoomNeed
-from fastdeploy_cache.requests.row_loads import RowLoads
+from fastdeploy_cache.requests.row_matches import RowMatches
 from fastdeploy_cache.requests.snapshots import Snapshots
 from fastdeploy_cache.requests.tables import RequestRows, RowTable
-from fastdeploy_cache.requests.waiting import pin_leading
 
 _NONE = array("i")  # never changed
 
@@ -36,19 +31,15 @@ class Anchors:
     """
 
     def __init__(
-        self, config: CacheConfig, books: Books, rows: RowBooks, images: ImageMover, *, loads: RowLoads | None
+        self, config: CacheConfig, books: Books, rows: RowBooks, images: ImageMover, *, matches: RowMatches
     ) -> None:
-        """`loads`: from the CPU tier, where there is one."""
-        self._loads, self._images = loads, images
+        self._images, self.matches = images, matches
         self._books, self._tree, self._rows = books, books.tree, rows
         self._shapes, self._size = rows.checkpoints.sizes.rows, config.block_size
-        self._every = config.checkpoint_every_tokens // config.block_size
         self._is_shared = len({id(pool) for pool in rows.checkpoints.pools}) < len(rows.checkpoints.pools)
         self._maker = CheckpointMaker(books, rows, config.checkpoints_per_path)
         self.snapshots = Snapshots(config, books, rows, self._maker)
         self.state_rows = self.snapshots.state_rows
-
-    # -- the match
 
     def begin(self, active: ActiveRequest) -> None:
         """It has nothing of any row yet."""
@@ -56,127 +47,6 @@ class Anchors:
         active.rows = RequestRows(
             [0] * count, [array("i") for _ in range(count)], [set() for _ in range(count)], [], []
         )
-
-    def match(self, active: ActiveRequest, path: list[Run], num_found: int) -> array[int] | None:
-        """Let it go on at the deepest checkpoint of a path on which so many blocks were found, and keep that. Returns
-        the ids of the full blocks in front of it; None: the checkpoint, or some of these blocks, are on their way to
-        the GPU."""
-        deepest, on_gpu = usable_checkpoints(path, num_found, active.request, self._size)
-        boundary = on_gpu.boundary if on_gpu is not None else 0
-        last = (active.request.num_tokens - 1) // self._size
-        rows, wanted = rows_of(active), {num_found, last}
-        if self._every:
-            wanted.update(range(self._every, last, self._every))
-        if active.request.images:  # in an image none would be found by anybody who has that image
-            wanted = {usable_end(active.request, each, self._size) for each in wanted}
-        rows.wanted = tuple(sorted([each for each in wanted if boundary < each <= last]))
-        rows.num_checked = active.num_gpu_blocks = boundary
-        active.trail.num_whole_blocks = deepest.boundary if deepest is not None else 0
-        if deepest is None:
-            return array("i")
-        active.trail.idle_since = path[-1].used_last
-        if deepest is not on_gpu and self._loads is not None and self._loads.begin(active, path, deepest, on_gpu):
-            return None
-        pin_leading(self._tree, active, path, boundary)
-        if on_gpu is None:
-            return array("i")
-        ids, tables = gpu_ids(path, boundary), self._rows.checkpoints.unit_ids(on_gpu)  # may need memory
-        self._keep(rows, on_gpu)
-        self._begin_at(rows, on_gpu, tables)
-        return ids
-
-    def _begin_at(self, rows: RequestRows, checkpoint: Checkpoint, tables: list[array[int]]) -> None:
-        """It goes on there, and has these units of it."""
-        rows.used.append(checkpoint)  # first: it may need memory
-        boundary = rows.num_checked = checkpoint.boundary
-        rows.matched, rows.firsts = tables, [row.first_block(boundary) for row in self._shapes]
-        rows.matched_firsts = tuple(rows.firsts)
-        rows.tables = [table if number in self.state_rows else table[:] for number, table in enumerate(tables)]
-
-    def num_reached(self, active: ActiveRequest, num_blocks: int) -> int:
-        """Where a match is that is not settled, so many leading blocks of which are on the GPU: all or, where it waits
-        for a checkpoint, up to the deepest that is there with them."""
-        reached = self._reached(rows_of(active), num_blocks)
-        return num_blocks if rows_of(active).goal is None else reached.boundary if reached is not None else 0
-
-    @staticmethod
-    def _reached(rows: RequestRows, num_blocks: int) -> Checkpoint | None:
-        places = (rows.goal, rows.base)
-        there = [each for each in places if each is not None and each.units is not None]
-        return next((each for each in there if each.boundary <= num_blocks), None)
-
-    def settle(self, active: ActiveRequest, num_blocks: int) -> int:
-        """Its match is fixed at so many blocks, which is where one of its checkpoints lies; how many of them it has
-        then."""
-        rows = rows_of(active)
-        if rows.goal is None or self._loads is None:
-            return num_blocks
-        chosen = self._reached(rows, num_blocks)
-        if chosen is not None:
-            self._begin_at(rows, chosen, self._rows.checkpoints.unit_ids(chosen))
-        self._loads.give_up(active, chosen)
-        boundary = chosen.boundary if chosen is not None else 0
-        rows.wanted = tuple([each for each in rows.wanted if each > boundary])
-        return boundary
-
-    # -- running ahead of its loads
-
-    def units_ahead(self, active: ActiveRequest) -> list[array[int]] | None:
-        """The units, by row, which hold the checkpoint that its match waits for once its load has come; None: there is
-        no such load."""
-        goal = rows_of(active).goal
-        if goal is None:
-            return None
-        return self._rows.checkpoints.unit_ids(goal) if goal.units else self._images.units_of_load(goal)
-
-    def begin_ahead(self, active: ActiveRequest, units: list[array[int]]) -> None:
-        """It goes on at that checkpoint, as if it were there. All of it or, on `MemoryError`, nothing."""
-        rows = rows_of(active)
-        assert rows.goal is not None
-        wanted = tuple([each for each in rows.wanted if each > rows.goal.boundary])
-        self._begin_at(rows, rows.goal, units)
-        rows.wanted = wanted
-
-    def end_ahead(self, active: ActiveRequest, num_blocks: int) -> bool:
-        """So many of its blocks are there. Whether the checkpoint is, too, in the units that it uses; it keeps the
-        deepest that is there."""
-        rows = rows_of(active)
-        assert self._loads is not None
-        reached, goal = self._reached(rows, num_blocks), rows.goal
-        is_whole = reached is goal is not None and self._rows.checkpoints.unit_ids(goal) == list(rows.matched)
-        self._loads.give_up(active, reached)
-        return is_whole
-
-    def loading(self, active: ActiveRequest) -> Transfer | None:
-        """The load that brings the checkpoint which its match waits for."""
-        return self._loads.loading(active) if self._loads is not None else None
-
-    def stop_waiting_for_room(self, active: ActiveRequest, cause: Cause) -> None:
-        """See `Matcher.stop_waiting_for_room`."""
-        assert self._loads is not None, "without a tier below it nothing is loaded"
-        self._loads.stop_waiting_for_room(active, cause)
-
-    def tables(self, active: ActiveRequest, num_blocks: int, *, is_lost: bool) -> tuple[RowTable, ...]:
-        """What the match has found of each row in front of so many blocks: it stays as it was when the request gets
-        units of its own."""
-        rows = rows_of(active)
-        firsts, tables = rows.matched_firsts, rows.matched
-        if active.phase is VOID:
-            reached = rows.anchors[-1] if rows.anchors else None
-        else:  # one that runs ahead has those of its goal already
-            reached = self._reached(rows, num_blocks) if rows.goal is not None and not active.is_ahead else None
-        if reached is not None:
-            firsts = tuple([row.first_block(reached.boundary) for row in self._shapes])
-            tables = self._rows.checkpoints.unit_ids(reached)
-        elif active.phase is VOID:
-            tables = ()
-        if is_lost or not tables:
-            return tuple([RowTable(0, []) for _ in self._shapes])
-        return tuple([RowTable(first, table.tolist()) for first, table in zip(firsts, tables, strict=True)])
-
-    def _keep(self, rows: RequestRows, checkpoint: Checkpoint) -> None:
-        rows.anchors.append(checkpoint)  # first: it may need memory
-        self._rows.checkpoints.pin(checkpoint)
 
     # -- more units
 
@@ -336,6 +206,7 @@ class Anchors:
             return
         for checkpoint in rows.anchors:
             self._rows.checkpoints.unpin(checkpoint)
+        self.matches.copies.give_up(rows)
         for pool, own in zip(self._rows.checkpoints.pools, rows.own, strict=True):
             pool.pool.free_each(own, REQUEST)
             own.clear()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fastdeploy_cache.books.mishaps import call_user
 from fastdeploy_cache.books.transfer import Transfer, wait_done
 from fastdeploy_cache.ipc.clock import Alarm
-from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.requests.active_request import WAITING, ActiveRequest
 from fastdeploy_cache.requests.explanation import Explanation
 from fastdeploy_cache.requests.match import Match
 from fastdeploy_cache.requests.requests import Requests
@@ -65,7 +65,7 @@ class MatchLoads:
         if anchors is None or rows is None:
             return (), ()
         wanted = tuple([boundary * size for boundary in rows.wanted])
-        return anchors.tables(self._active, num_blocks, is_lost=is_lost), wanted
+        return anchors.matches.tables(self._active, num_blocks, is_lost=is_lost), wanted
 
     def explain(self) -> Explanation:
         with self._requests.books:
@@ -96,9 +96,19 @@ class MatchLoads:
                         self._requests.matcher.stop_waiting_for_room(self._active)
                 continue
             if not fetching or prefetch is None:
-                wait_done(transfers, deadline - now, clock)
-                return
+                if not wait_done(transfers, deadline - now, clock) or not self._goes_on():
+                    return
+                continue
             prefetch.done.wait(min(deadline, prefetch.deadline) - now)
+
+    def _goes_on(self) -> bool:
+        """All that it waited for has ended. Whether something is to come still, that began only now: a state is copied
+        when its load has brought it."""
+        anchors, active = self._requests.anchors, self._active
+        if anchors is None:
+            return False
+        with self._requests.books:
+            return active.phase is WAITING and anchors.matches.copy_state(active)
 
     @property
     def fetch_seconds_left(self) -> float | None:
@@ -124,7 +134,9 @@ class MatchLoads:
                 with self._requests.books:
                     num_left -= 1
                     is_last = num_left == 0
-                if is_last:
+                if is_last and self._goes_on():
+                    self.call_when_ready(call)
+                elif is_last:
                     call_user(call)
 
             for transfer in pending:

@@ -17,6 +17,7 @@ from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.requests.active_request import SETTLED, VOID, WAITING, ActiveRequest
 from fastdeploy_cache.requests.anchors import Anchors
+from fastdeploy_cache.requests.checkpoint_maker import rows_of
 from fastdeploy_cache.requests.listener import SETTLED_LATE, RequestListener
 from fastdeploy_cache.requests.misses import Misses
 from fastdeploy_cache.requests.room_queue import RoomNeed, RoomQueue, RoomWait
@@ -70,8 +71,10 @@ class Matcher:
         elif max_blocks and request.num_tokens == (max_blocks + 1) * tree.block_size:
             self._misses.pass_over(active)
         if self._anchors is not None:
-            if (ids := self._anchors.match(active, path, num_found)) is not None:
-                self._settle_at(active, ids)
+            if (ids := self._anchors.matches.match(active, path, num_found)) is not None:
+                is_whole = self._recompute_last_token and len(ids) == num_found == max_blocks
+                if not (is_whole and self._copy_last(active, num_found)):
+                    self._settle_at(active, ids)
             return
         if request.images:
             active.trail.num_whole_blocks = num_found = usable_end(request, num_found, tree.block_size)
@@ -175,7 +178,7 @@ class Matcher:
         if wait is None:
             return
         if self._anchors is not None:
-            self._anchors.stop_waiting_for_room(active, cause)
+            self._anchors.matches.stop_waiting_for_room(active, cause)
             return
         path = active.pin.run.path() if active.pin is not None else []
         num_cold = sum(n for _, _, n in coming_and_cold(path, active.num_pinned_blocks)[1])
@@ -198,6 +201,8 @@ class Matcher:
         try:
             if self._books.residency.num_available(GPU) <= 0:
                 return False
+            if self._anchors is not None and not self._anchors.matches.copy_last(active, run, end, size - 1):
+                return False
             transfer, active.copy = self._mover.copy(run, end - 1, size - 1)
             wait_for(active, [transfer])
             return True
@@ -219,7 +224,7 @@ class Matcher:
         path = active.pin.run.path() if active.pin is not None else []
         ids = gpu_ids(path, active.num_pinned_blocks)
         if self._anchors is not None:
-            del ids[self._anchors.num_reached(active, len(ids)) :]
+            del ids[self._anchors.matches.num_reached(active, len(ids)) :]
         else:
             del ids[usable_end(active.request, len(ids), self._tree.block_size) :]
         return ids, path
@@ -233,11 +238,16 @@ class Matcher:
         if active.phase is WAITING:
             active.num_readable_blocks = 0 if self.is_lost(active) else len(self.arrived(active)[0])
             if active.copy is not None:
-                active.copy.is_shown = active.copy.has_landed
+                active.copy.is_shown = active.copy.has_landed and (
+                    self._anchors is None or self._anchors.matches.copies.have_landed(rows_of(active))
+                )
+            elif self._anchors is not None and not is_final:
+                self._anchors.matches.copy_state(active)
             is_coming = is_fetching or active.room is not None
             # Others may have brought it all before its own loads have ended. What a hybrid model's match says is asked
             # for then is fixed where it settles.
             is_there = active.rows is not None and active.num_readable_blocks == active.num_pinned_blocks
+            is_there = is_there and active.copy is None
             if is_final or is_there or not (is_coming or any(not transfer.done.is_set() for transfer in active.loads)):
                 self.settle(active)
                 if self._listener is not None:
@@ -262,7 +272,7 @@ class Matcher:
             return active.block_ids[active.num_readable_blocks : active.num_matched_blocks], active.ahead
         readable, path = self.arrived(active)
         ids, transfers = coming_ids(path, len(readable), active.num_pinned_blocks)
-        if self._anchors is not None and (image := self._anchors.loading(active)) is not None:
+        if self._anchors is not None and (image := self._anchors.matches.loading(active)) is not None:
             transfers.append(image)
         return ids, transfers
 
@@ -299,7 +309,7 @@ class Matcher:
         ids, path = self.arrived(active)
         del ids[active.num_readable_blocks :]
         if self._anchors is not None:
-            del ids[self._anchors.settle(active, len(ids)) :]
+            del ids[self._anchors.matches.settle(active, len(ids)) :]
         if len(ids) < active.num_pinned_blocks:
             pin_leading(self._tree, active, path, len(ids))
         self._settle_at(active, ids)
@@ -309,8 +319,12 @@ class Matcher:
         is_taken = copy is not None and copy.has_landed and copy.is_shown
         if copy is not None and is_taken:
             ids += copy.block_ids  # first: it may need memory
+            if self._anchors is not None:
+                self._anchors.matches.copies.take_windows(rows_of(active))  # and this
         if active.loads or active.prefetch is not None:
             stop_waiting(active)
+        if self._anchors is not None and copy is not None:
+            self._anchors.matches.copies.give_up(rows_of(active))
         active.enter(SETTLED)
         active.block_ids, active.copy = ids, None
         active.num_matched_blocks = active.num_committed_blocks = num_blocks

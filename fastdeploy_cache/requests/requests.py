@@ -26,7 +26,9 @@ from fastdeploy_cache.requests.misses import Misses
 from fastdeploy_cache.requests.prefetches import Prefetches
 from fastdeploy_cache.requests.publisher import Publisher
 from fastdeploy_cache.requests.room_queue import RoomNeed, RoomQueue, Taking
+from fastdeploy_cache.requests.row_copies import RowCopies
 from fastdeploy_cache.requests.row_loads import RowLoads
+from fastdeploy_cache.requests.row_matches import RowMatches
 from fastdeploy_cache.requests.runs_ahead import RunsAhead
 from fastdeploy_cache.requests.trail import Trail
 from fastdeploy_cache.storage.access import StorageAccess
@@ -40,12 +42,14 @@ def _keep_none(active: ActiveRequest, private_ids: array[int]) -> Callable[[], a
 
 
 def _new_anchors(config: CacheConfig, books: Books, movement: Movement, room: RoomQueue) -> Anchors | None:
-    rows, images = books.rows, movement.images
-    if rows is None or images is None:
+    rows, images, units = books.rows, movement.images, movement.units
+    if rows is None or images is None or units is None:
         return None
     has_tier = config.pool_sizes()[1] > 0
     loads = RowLoads(config, books, rows, movement, room=room) if has_tier else None
-    return Anchors(config, books, rows, images, loads=loads)
+    copies = RowCopies(rows, units, copies_states=config.state_copy)
+    matches = RowMatches(config, books, rows, images, loads=loads, copies=copies)
+    return Anchors(config, books, rows, images, matches=matches)
 
 
 class Requests:

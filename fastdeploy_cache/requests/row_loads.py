@@ -7,6 +7,7 @@ from functools import partial
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.books.checkpoint import Checkpoint
+from fastdeploy_cache.books.checkpoints import Checkpoints
 from fastdeploy_cache.books.path import coming_and_cold
 from fastdeploy_cache.books.row_books import RowBooks
 from fastdeploy_cache.books.run import Run
@@ -16,7 +17,19 @@ from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.requests.checkpoint_maker import rows_of
 from fastdeploy_cache.requests.room_queue import RoomNeed, RoomQueue, RoomWait
+from fastdeploy_cache.requests.tables import RequestRows
 from fastdeploy_cache.requests.waiting import end_room_wait, loads_of_pinned, pin_leading, wait_for
+
+
+def give_up(checkpoints: Checkpoints, rows: RequestRows, kept: Checkpoint | None = None) -> None:
+    """A request keeps no checkpoint of its match any more but this one. Needs no memory."""
+    rows.goal = rows.base = None
+    for each in rows.anchors:
+        if each is not kept:
+            checkpoints.unpin(each)
+    del rows.anchors[:]
+    if kept is not None:
+        rows.anchors.append(kept)
 
 
 class RowLoads:
@@ -45,7 +58,7 @@ class RowLoads:
         rows.goal, rows.base = goal, base
         if not self._start(active, goal):
             self._refuse(active, self._loader.refused_for)
-            self.give_up(active)
+            give_up(self._checkpoints, rows)
             return False
         return True
 
@@ -118,17 +131,6 @@ class RowLoads:
             if rows_of(active).goal is not None:
                 self._refuse(active, (cause, active.room.detail(self._clock)))
             end_room_wait(self._room, self._clock, active)
-
-    def give_up(self, active: ActiveRequest, kept: Checkpoint | None = None) -> None:
-        """It keeps no checkpoint of its match any more but this one. Needs no memory."""
-        rows = rows_of(active)
-        rows.goal = rows.base = None
-        for each in rows.anchors:
-            if each is not kept:
-                self._checkpoints.unpin(each)
-        del rows.anchors[:]
-        if kept is not None:
-            rows.anchors.append(kept)
 
     def loading(self, active: ActiveRequest) -> Transfer | None:
         """The load that brings the checkpoint which a match waits for."""

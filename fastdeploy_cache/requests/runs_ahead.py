@@ -25,7 +25,7 @@ class RunsAhead:
     def begin(self, active: ActiveRequest) -> None:
         """Let the request use the blocks that are coming as if they were there; nothing is published until they are."""
         (ids, _), (coming, transfers) = self._matcher.arrived(active), self._matcher.coming(active)
-        units = self._anchors.units_ahead(active) if self._anchors is not None else ()
+        units = self._anchors.matches.units_ahead(active) if self._anchors is not None else ()
         is_whole = active.copy is None and active.room is None and units is not None
         if not is_whole or not coming or len(ids) + len(coming) < active.num_pinned_blocks:
             self._matcher.show(active, is_final=True)  # the caller looks again after this
@@ -33,7 +33,7 @@ class RunsAhead:
         self._matcher.end_prefetch(active)
         table = ids + coming  # first: it may need memory
         if self._anchors is not None and units:
-            self._anchors.begin_ahead(active, units)
+            self._anchors.matches.begin_ahead(active, units)
         active.ahead = transfers
         for transfer in transfers:
             self._mover.use_ahead(transfer)
@@ -54,7 +54,7 @@ class RunsAhead:
         active.enter(SETTLED if came else VOID)
         if self._listener is not None:
             self._listener.note((CONFIRMED, active.trail.number, arrived))
-        is_whole = self._anchors is None or self._anchors.end_ahead(active, len(ids))
+        is_whole = self._anchors is None or self._anchors.matches.end_ahead(active, len(ids))
         if came and is_whole and len(ids) == active.num_pinned_blocks:
             return
         active.is_detached = True

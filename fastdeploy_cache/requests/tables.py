@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from fastdeploy_cache.books.checkpoint import Checkpoint
+from fastdeploy_cache.movement.unit_copies import UnitCopy
 
 
 class RowTable(NamedTuple):
@@ -60,3 +61,4 @@ class RequestRows(msgspec.Struct, eq=False):
     pending: Snapshot | None = None  # that no commit has reached
     newest: Snapshot | None = None  # of its output: published when it is released
     passed: Snapshot | None = None  # that became no checkpoint, and whose states are read once more
+    copies: tuple[UnitCopy, ...] = ()  # into units of its own, while the match is not settled

@@ -11,7 +11,7 @@ import pytest
 
 from fastdeploy_cache import PrefixCacheManager, Request, TransferConfig
 from fastdeploy_cache.books.checkpoints import all_checkpoints
-from fastdeploy_cache.errors import ConfigError, LayoutError, OutOfBlocksError, RequestError, UnknownRequestError
+from fastdeploy_cache.errors import LayoutError, OutOfBlocksError, RequestError, UnknownRequestError
 from fastdeploy_cache.requests.tables import RowTable
 from tests.rigs.hybrid_requests import (
     ONLY_WINDOW,
@@ -250,12 +250,6 @@ def test_a_step_gives_blocks_of_all_rows(cache: PrefixCacheManager) -> None:
     (refused,) = cache.rows.step([(request, [], 3)])
     assert isinstance(refused, Exception)
     cache.release(request)
-
-
-def test_what_is_not_served_yet_is_refused() -> None:
-    """The recomputation of a last token."""
-    with pytest.raises(ConfigError, match=r"recompute_last_token is True with layout\.groups.*leave it out"):
-        manager(recompute_last_token=True)
 
 
 @pytest.mark.parametrize("verb", ["insert", "hand_over", "evict_runs", "drop", "copy", "swap_in", "swap_out", "load"])

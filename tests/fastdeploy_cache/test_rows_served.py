@@ -90,7 +90,7 @@ PLANTED = [
     Planted(
         "a match settles at a checkpoint that has not come",
         (
-            Rewrite(_ANCHORS, "Anchors._reached", "each.units is not None", "True"),
+            Rewrite("requests.row_matches", "RowMatches._reached", "each.units is not None", "True"),
             Rewrite("books.row_books", "RowBooks.end_units", "if succeeded and", "if False and"),
         ),
     ),

@@ -160,7 +160,7 @@ class Float64Engine:
             table = match.tables[row]
             sequence.windows[layer] = dict(enumerate(table.block_ids, table.first_block))
         sequence.read_slot = match.tables[0].block_ids[0] if match.tables[0].block_ids else None
-        sequence.write_slot = None
+        sequence.write_slot = sequence.read_slot if self.cache.config.state_copy else None
 
     def grow(self, sequence: Served, num_tokens: int) -> None:
         """Blocks for so many tokens, of all rows. Raises `OutOfBlocksError`."""

@@ -8,6 +8,7 @@ from fastdeploy_cache.books.row_invariants import check_own_units, check_rows
 from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.movement.images import ImageLanding
 from fastdeploy_cache.movement.movement import Movement
+from fastdeploy_cache.movement.unit_copies import UnitCopy
 from fastdeploy_cache.peers.peers import Peers
 from fastdeploy_cache.requests.invariants import Held, check
 from fastdeploy_cache.requests.requests import Requests
@@ -33,9 +34,11 @@ def check_all(
         if books.rows is not None:
             rows = [active.rows for active in requests if active.rows is not None]
             kept = [prefix.checkpoint for prefix in books.pinned.values() if prefix.checkpoint is not None]
-            moving = [each.cargo for each in held.transfers if isinstance(each.cargo, ImageLanding) and each.cargo.pins]
+            cargoes = [each.cargo for each in held.transfers if isinstance(each.cargo, ImageLanding | UnitCopy)]
+            moving = [cargo for cargo in cargoes if cargo.pins]
             used = [each.kept_units for each in held.transfers if each.kept_units]  # by who ran ahead of their loads
             of_tasks = [cargo.checkpoint for cargo in moving]
             check_rows(books.tree, books.rows, [*kept, *of_tasks, *(each for of in rows for each in of.anchors)])
-            check_own_units(books.rows, REQUEST, [of.own for of in rows])
+            landed = [copy.units for of in rows for copy in of.copies if copy.has_landed]
+            check_own_units(books.rows, REQUEST, [*landed, *[of.own for of in rows]])
             check_own_units(books.rows, TASK, [*used, *[cargo.units for cargo in moving if cargo.units]])

@@ -1,0 +1,102 @@
+"""Units of checkpoints that are copied on the GPU into units which a request may write. Under the lock."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from fastdeploy_cache.books.block_pool import REQUEST, TASK
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.checkpoint import Checkpoint
+from fastdeploy_cache.books.row_books import RowBooks
+from fastdeploy_cache.books.run import Pin, Run
+from fastdeploy_cache.books.transfer import Transfer
+from fastdeploy_cache.movement.block_mover import BlockMover
+from fastdeploy_cache.transfer_manager.task import TaskKind
+
+
+class UnitCopy:
+    """One unit on its way. See `fastdeploy_cache.books.transfer.Cargo`.
+
+    Attributes:
+        checkpoint: whose unit it is a copy of; pinned once for it.
+        number: its row, behind the full one.
+        units: the one destination, by row: the task's, and the request's once it has landed.
+        is_wanted: until the request has settled without it.
+    """
+
+    def __init__(
+        self, books: Books, rows: RowBooks, checkpoint: Checkpoint, number: int, units: list[array[int]]
+    ) -> None:
+        self._books, self._rows = books, rows
+        self.checkpoint, self.number, self.units = checkpoint, number, units
+        self.is_wanted, self.has_landed = True, False
+        self.pins: Sequence[Pin] = ()
+        self.ids: Sequence[int] = ()  # of the full row
+
+    @property
+    def own(self) -> array[int]:
+        """The unit that it fills."""
+        return self.units[self.number]
+
+    def num_freed(self, held: dict[Run, int]) -> int:  # noqa: ARG002 (see `Cargo`)
+        return 0
+
+    def end(self, succeeded: bool) -> None:
+        """The unit is its request's, if that still waits for it."""
+        pool = self._rows.checkpoints.pools[self.number].pool
+        (pin,), self.pins = self.pins, ()
+        self._rows.checkpoints.unpin(self.checkpoint)  # first: its path is pinned as long as it is
+        self._books.tree.unpin(pin)
+        if succeeded and self.is_wanted:
+            pool.hand_over(self.own, TASK, REQUEST)
+            self.has_landed = True
+        else:
+            pool.free_each(self.own, TASK)
+            self.is_wanted = False
+
+    def give_up(self) -> None:
+        """Nobody wants it any more. Needs no memory."""
+        if self.has_landed:
+            self._rows.checkpoints.pools[self.number].pool.free_each(self.own, REQUEST)
+        self.is_wanted = self.has_landed = False
+
+
+class UnitCopier:
+    """Starts them."""
+
+    def __init__(self, books: Books, rows: RowBooks, mover: BlockMover) -> None:
+        self._books, self._rows, self._mover = books, rows, mover
+
+    def can_start(self, numbers: Sequence[int], num_others: int = 0) -> bool:
+        """Whether each of these rows has a unit to copy into, and the queue room for such tasks and others."""
+        pools = self._rows.checkpoints.pools
+        has_room = all(pools[number].num_available > 0 for number in numbers)
+        return has_room and self._mover.can(TaskKind.COPY, len(numbers) + num_others)
+
+    def start(self, checkpoint: Checkpoint, number: int, num_tokens: int | None) -> tuple[Transfer, UnitCopy]:
+        """Copy the last unit of a row of a checkpoint that is on the GPU, or its first tokens alone. There is room.
+        All of it or nothing."""
+        tree, checkpoints, hold = self._books.tree, self._rows.checkpoints, Pin(checkpoint.run, checkpoint.end)
+        tree.pin(hold)  # what makes room must not take it
+        try:
+            checkpoints.pin(checkpoint)
+            try:
+                return self._send(checkpoint, number, num_tokens)
+            except BaseException:
+                checkpoints.unpin(checkpoint)
+                raise
+        finally:
+            tree.unpin(hold)
+
+    def _send(self, checkpoint: Checkpoint, number: int, num_tokens: int | None) -> tuple[Transfer, UnitCopy]:
+        units = [array("i") for _ in self._rows.checkpoints.pools]
+        source = self._rows.checkpoints.unit_ids(checkpoint)[number][-1:]
+        try:
+            units[number] = self._rows.take(number, 1, TASK)
+            cargo = UnitCopy(self._books, self._rows, checkpoint, number, units)
+            cargo.pins = (Pin(checkpoint.run, checkpoint.end),)
+            return self._mover.copy_unit(cargo, number + 1, source, cargo.own, num_tokens), cargo
+        except BaseException:
+            self._rows.free_units(units)
+            raise
