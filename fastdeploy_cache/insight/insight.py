@@ -95,16 +95,13 @@ class Insight:
 
         Raises:
             RecordingError: the file cannot be written, or is there and no recording, or
-                `insight.flight_recorder_bytes` is 0, or the model has rows.
+                `insight.flight_recorder_bytes` is 0.
             LifeCycleError: a turn of another thread does not end.
         """
         if (flight := self._seen.flight) is None:
-            why = (
-                "insight.flight_recorder_bytes is 0; give it some room, such as 4MiB"
-                if self._books.rows is None
-                else "what a model keeps in rows beside its full KV is not recorded"
+            raise RecordingError(
+                "there is no flight recording, as insight.flight_recorder_bytes is 0; give it some room, such as 4MiB"
             )
-            raise RecordingError(f"there is no flight recording, as {why}")
         if path is None or os.path.isdir(path):  # noqa: PTH112 (no error where it may not be looked at)
             return flight.write_to_folder("asked", None if path is None else Path(path))
         flight.write(Path(path))

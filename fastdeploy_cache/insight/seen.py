@@ -59,7 +59,7 @@ class Seen:
             ConfigError: `insight.traces` without OpenTelemetry.
         """
         listener: RequestListener | None = None
-        if self._config.insight.flight_recorder_bytes and self._books.rows is None:  # it knows one row
+        if self._config.insight.flight_recorder_bytes:
             from fastdeploy_cache.insight.flight.keeper import FlightKeeper  # late: an import of the manager is quick
 
             self.flight = flight = FlightKeeper(

@@ -123,10 +123,11 @@ class Anchors:
 
     # -- commits
 
-    def committed(self, active: ActiveRequest) -> None:
+    def committed(self, active: ActiveRequest) -> bool:
         """So many of its blocks are in the tree by now: checkpoints that were due are made, and what lies in front of
-        all that it reads is free."""
+        all that it reads is free. Whether it has made or given up a snapshot or units."""
         rows, num_blocks = rows_of(active), active.num_committed_blocks
+        before = rows.pending, rows.newest, rows.passed, rows.num_slid
         is_found = self._is_found(active)
         if self.state_rows:
             self.snapshots.committed(active, rows, is_found=is_found)
@@ -136,6 +137,7 @@ class Anchors:
                     self._maker.publish(active, boundary, None)
         rows.num_checked = max(rows.num_checked, num_blocks)
         self._slide(active)
+        return before != (rows.pending, rows.newest, rows.passed, rows.num_slid)
 
     def _is_found(self, active: ActiveRequest) -> bool:
         """Whether what it has committed is what its pin holds, and is found by others."""

@@ -17,6 +17,9 @@ COMMITTED: Final = 5  # how many tokens are computed, and how many blocks it has
 CONFIRMED: Final = 6  # whether what it ran ahead of has arrived
 MOST_NOTED: Final = 2**32 - 1  # a count that a caller has given; a larger one is noted as this
 SETTLED_LATE: Final = 15  # nothing: its caller has looked again, and its match is what was shown then
+SNAPSHOT: Final = 19  # behind how many tokens, and whether there was a slot for it
+DRAFTED: Final = 20  # nothing: the snapshot that it took last was of a draft, and other tokens were accepted
+STATE_COPIED: Final = 22  # nothing: a copy of its state has begun, as its loads have ended
 
 
 class RequestListener(Protocol):

@@ -104,11 +104,11 @@ class MatchLoads:
     def _goes_on(self) -> bool:
         """All that it waited for has ended. Whether something is to come still, that began only now: a state is copied
         when its load has brought it."""
-        anchors, active = self._requests.anchors, self._active
-        if anchors is None:
+        active = self._active
+        if active.rows is None:
             return False
         with self._requests.books:
-            return active.phase is WAITING and anchors.matches.copy_state(active)
+            return active.phase is WAITING and self._requests.matcher.copy_state(active)
 
     @property
     def fetch_seconds_left(self) -> float | None:

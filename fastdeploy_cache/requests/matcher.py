@@ -18,7 +18,7 @@ from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.requests.active_request import SETTLED, VOID, WAITING, ActiveRequest
 from fastdeploy_cache.requests.anchors import Anchors
 from fastdeploy_cache.requests.checkpoint_maker import rows_of
-from fastdeploy_cache.requests.listener import SETTLED_LATE, RequestListener
+from fastdeploy_cache.requests.listener import SETTLED_LATE, STATE_COPIED, RequestListener
 from fastdeploy_cache.requests.misses import Misses
 from fastdeploy_cache.requests.room_queue import RoomNeed, RoomQueue, RoomWait
 from fastdeploy_cache.requests.waiting import end_room_wait, loads_of_pinned, pin_leading, stop_waiting, wait_for
@@ -242,7 +242,7 @@ class Matcher:
                     self._anchors is None or self._anchors.matches.copies.have_landed(rows_of(active))
                 )
             elif self._anchors is not None and not is_final:
-                self._anchors.matches.copy_state(active)
+                self.copy_state(active)
             is_coming = is_fetching or active.room is not None
             # Others may have brought it all before its own loads have ended. What a hybrid model's match says is asked
             # for then is fixed where it settles.
@@ -262,6 +262,13 @@ class Matcher:
             end = min(end, active.asked.num_asked)  # a prefetch may be told to bring the last block, too
             num_coming += max(1, end - active.num_pinned_blocks)
         return ids, num_coming
+
+    def copy_state(self, active: ActiveRequest) -> bool:
+        """Begin to copy the state at which it goes on, where that is due: whether it has begun."""
+        is_begun = self._anchors is not None and self._anchors.matches.copy_state(active)
+        if is_begun and self._listener is not None:
+            self._listener.note((STATE_COPIED, active.trail.number))
+        return is_begun
 
     def coming(self, active: ActiveRequest) -> tuple[array[int], Sequence[Transfer]]:
         """The ids of the pinned blocks behind the readable ones, and the loads that bring them.

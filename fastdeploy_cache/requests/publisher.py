@@ -47,25 +47,35 @@ class Publisher:
         """See `Requests.tell`."""
         self._listener = listener
 
-    def commit(self, active: ActiveRequest, num_computed_tokens: int, now: float) -> None:
-        """The first so many tokens are computed and accepted: their full blocks become findable."""
+    def commit(self, active: ActiveRequest, num_computed_tokens: int, now: float) -> bool:
+        """The first so many tokens are computed and accepted: their full blocks become findable. Whether that was
+        told."""
         num_before, stepped_at = active.num_computed_tokens, active.trail.stepped_at
         active.num_computed_tokens, active.trail.stepped_at = num_computed_tokens, now
         num_blocks = num_computed_tokens // self._size if self._cache_outputs else self._num_cacheable(active)
+        is_told = False
         if num_blocks > active.num_committed_blocks and self._enabled and self._may(active):
             try:
                 self._publish(active, num_blocks)
+                is_told = True
             except MemoryError:  # nothing was published
                 active.num_computed_tokens, active.trail.stepped_at = num_before, stepped_at
                 raise
         if self._anchors is not None:
             try:
-                self._anchors.committed(active)
+                is_changed = self._anchors.committed(active)
             except MemoryError:  # it is published; what was to be free is so at the next commit, or at the release
                 self._books.mishaps.note("checkpoint")
+                is_changed = True
+            if not is_told and (listener := self._listener) is not None:  # units came and went all the same
+                is_at_end = not num_before % self._size or num_before // self._size < num_computed_tokens // self._size
+                is_told = is_changed or is_at_end
+                if is_told:
+                    listener.note((COMMITTED, active.trail.number, num_computed_tokens, len(active.block_ids)))
         if stepped_at and num_computed_tokens - num_before >= MIN_SAMPLE_TOKENS:
             num_before = max(num_before, active.num_matched_blocks * self._size + active.num_copied_tokens)
             self._speeds.note_prefill(num_computed_tokens - num_before, now - stepped_at)
+        return is_told
 
     def _may(self, active: ActiveRequest) -> bool:
         """Whether what it computes continues something that is cached."""

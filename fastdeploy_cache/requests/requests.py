@@ -20,7 +20,7 @@ from fastdeploy_cache.requests.accounts import Accounts
 from fastdeploy_cache.requests.active_request import AHEAD, WAITING, ActiveRequest, Committed
 from fastdeploy_cache.requests.anchors import Anchors
 from fastdeploy_cache.requests.explanation import Explanation
-from fastdeploy_cache.requests.listener import ALLOCATED, COMMITTED, MOST_NOTED, REFUSED, RequestListener
+from fastdeploy_cache.requests.listener import ALLOCATED, COMMITTED, MOST_NOTED, REFUSED, SNAPSHOT, RequestListener
 from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.requests.misses import Misses
 from fastdeploy_cache.requests.prefetches import Prefetches
@@ -88,6 +88,8 @@ class Requests:
         self.publisher.tell(listener)
         self.ahead.tell(listener)
         self.prefetches.tell(listener)
+        if self.anchors is not None:
+            self.anchors.snapshots.tell(listener)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -195,9 +197,7 @@ class Requests:
             if missing > 0:
                 num_all = max(len(active.block_ids), active.num_matched_blocks) + num_blocks
                 is_more = num_all > pool.num_blocks
-                if self.listener is not None:
-                    counts = min(num_blocks, MOST_NOTED), min(missing, MOST_NOTED)
-                    self.listener.note((REFUSED, active.trail.number, *counts))
+                self.tell_refused(active, num_blocks, missing)
                 raise OutOfBlocksError(missing, self.num_coming(), num_all=pool.num_blocks if is_more else None)
         if active.phase is WAITING:
             if ahead_of_loads:
@@ -246,11 +246,22 @@ class Requests:
 
         return self.room.when_room(Taking(need, take, give_back), seconds, ready)
 
-    def tell_allocated(self, active: ActiveRequest, num_blocks: int) -> None:
+    def tell_allocated(self, active: ActiveRequest, num_blocks: int, *, ahead_of_loads: bool = False) -> None:
         """It got blocks, and no commit has told of them."""
         if (listener := self.listener) is not None:
             note = listener.note
-            note((ALLOCATED, active.trail.number, num_blocks, False))
+            note((ALLOCATED, active.trail.number, num_blocks, ahead_of_loads))
+
+    def tell_refused(self, active: ActiveRequest, num_blocks: int, missing: int) -> None:
+        """It did not get blocks, or units of a row."""
+        if self.listener is not None:
+            counts = min(num_blocks, MOST_NOTED), min(missing, MOST_NOTED)
+            self.listener.note((REFUSED, active.trail.number, *counts))
+
+    def tell_snapshot(self, active: ActiveRequest, num_tokens: int, *, given: bool) -> None:
+        """It has asked for a snapshot behind so many tokens."""
+        if self.listener is not None:
+            self.listener.note((SNAPSHOT, active.trail.number, num_tokens, given))
 
     def take_back(self, active: ActiveRequest, num_blocks: int) -> None:
         """The reverse of `allocate`, for the last blocks that it gave."""
@@ -275,16 +286,17 @@ class Requests:
             self._misses.computing.end(active)
         self.accounts.count_other(active, hit_tokens)
 
-    def commit(self, active: ActiveRequest, num_computed_tokens: int, now: float) -> None:
-        """So many tokens of a request are computed; the caller has checked the number."""
+    def commit(self, active: ActiveRequest, num_computed_tokens: int, now: float) -> bool:
+        """So many tokens of a request are computed; the caller has checked the number. Whether that was told."""
         is_first = not active.is_admitted
         if is_first:
             self._admit(active, now)
-        self.publisher.commit(active, num_computed_tokens, now)
+        is_told = self.publisher.commit(active, num_computed_tokens, now)
         if is_first and self.listener is not None:
             self.listener.note((COMMITTED, active.trail.number, num_computed_tokens, len(active.block_ids)))
         if self.offered and active in self.offered:
             self.books.note(Committed(active=active))
+        return is_told
 
     def num_coming(self) -> int:
         """GPU blocks that are held only by copies in flight."""

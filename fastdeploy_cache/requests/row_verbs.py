@@ -31,12 +31,10 @@ class RowAllocation:
         anchors = self._requests.anchors
         assert anchors is not None
         try:
-            anchors.check_room(active, num_blocks)
-        except OutOfBlocksError:
-            if ahead_of_loads or active.phase is not WAITING:
-                raise
-            self._requests.matcher.settle(active)  # what it waits for, and does not get, holds units, too
-            anchors.check_room(active, num_blocks)
+            self._check_room(anchors, active, num_blocks, may_settle=not ahead_of_loads)
+        except OutOfBlocksError as refused:
+            self._requests.tell_refused(active, num_blocks, refused.missing)
+            raise
         ids = self._requests.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads, is_told=False)
         first = len(active.block_ids) - num_blocks  # not before: that settles a match
         try:
@@ -44,6 +42,15 @@ class RowAllocation:
         except BaseException:
             self._requests.take_back(active, num_blocks)
             raise
+
+    def _check_room(self, anchors: Anchors, active: ActiveRequest, num_blocks: int, *, may_settle: bool) -> None:
+        try:
+            anchors.check_room(active, num_blocks)
+        except OutOfBlocksError:
+            if not may_settle or active.phase is not WAITING:
+                raise
+            self._requests.matcher.settle(active)  # what it waits for, and does not get, holds units, too
+            anchors.check_room(active, num_blocks)
 
     def take_back(self, active: ActiveRequest, num_blocks: int, taken: RowBlocks) -> None:
         """See there."""
@@ -110,7 +117,9 @@ class RowVerbs:
         self._anchors()
         if num_blocks < 0:
             raise RequestError(f"allocate of {num_blocks} blocks for {request.request_id!r}; give 0 or more")
-        return self._allocation.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads)
+        new = self._allocation.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads)
+        self._requests.tell_allocated(active, num_blocks, ahead_of_loads=ahead_of_loads)
+        return new
 
     def step(self, steps: Iterable[tuple[Request, TokenIds, int]]) -> list[RowBlocks | CacheError | MemoryError]:
         """See `PrefixCacheManager.step`: the same, with new blocks of all rows for each request."""
@@ -140,10 +149,12 @@ class RowVerbs:
             anchors = self._anchors()
             self._check(active, anchors, number, given)
             if not anchors.snapshots.is_cached(active, number):
+                self._requests.tell_snapshot(active, number, given=False)
                 return None
             first = active.num_committed_blocks * self._size
             tail = active.keys.part(first * TOKEN_BYTES, number * TOKEN_BYTES) if number > first else b""
             fresh = anchors.snapshots.replace_slots(active, number // self._size, tail)
+            self._requests.tell_snapshot(active, number, given=fresh is not None)
             if fresh is not None and active.num_computed_tokens >= number:
                 anchors.committed(active)
             return fresh

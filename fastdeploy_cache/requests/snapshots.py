@@ -11,6 +11,7 @@ from fastdeploy_cache.books.row_books import RowBooks
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.requests.active_request import SETTLED, ActiveRequest
 from fastdeploy_cache.requests.checkpoint_maker import CheckpointMaker, rows_of
+from fastdeploy_cache.requests.listener import DRAFTED, RequestListener
 from fastdeploy_cache.requests.tables import RequestRows, Snapshot
 
 
@@ -27,6 +28,11 @@ class Snapshots:
         self._enabled, self._cache_outputs = config.enable_prefix_caching, config.cache_outputs
         shapes = rows.checkpoints.sizes.rows
         self.state_rows = tuple(number for number, row in enumerate(shapes) if row.kind == "state")
+        self._listener: RequestListener | None = None
+
+    def tell(self, listener: RequestListener) -> None:
+        """See `Requests.tell`."""
+        self._listener = listener
 
     def is_cached(self, active: ActiveRequest, num_tokens: int) -> bool:
         """Whether a checkpoint behind so many tokens could be found by anybody."""
@@ -89,7 +95,10 @@ class Snapshots:
         if boundary * self._size > active.num_computed_tokens:
             return
         rows.pending = None
-        if not is_found or boundary > active.num_committed_blocks or not self.is_still(active, pending):
+        is_still = self.is_still(active, pending)
+        if not is_still and self._listener is not None:
+            self._listener.note((DRAFTED, active.trail.number))
+        if not is_found or boundary > active.num_committed_blocks or not is_still:
             self._let_pass(active, rows, pending)
         elif boundary <= (active.request.num_prompt_tokens - 1) // self._size:
             self._make(active, rows, pending)

@@ -134,9 +134,7 @@ class Steps(Generic[T]):
             active.trail.stepped_at = began  # what is committed below took from there, not from the new blocks on
         try:
             request.append_packed(tokens)
-            num_committed = active.num_committed_blocks
-            requests.commit(active, num_computed_tokens, now)
-            if num_new and active.num_committed_blocks == num_committed:
+            if not requests.commit(active, num_computed_tokens, now) and num_new:
                 requests.tell_allocated(active, num_new)
             return self._allocation.none(active) if new is None else new
         except BaseException:  # no memory: the request is as it was

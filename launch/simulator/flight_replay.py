@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastdeploy_cache import Match, PrefixCacheManager, Request, StorageConfig
-from fastdeploy_cache.books.block_keys import BlockKeys
-from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.errors import CacheError, OutOfBlocksError, RecordingError
 from fastdeploy_cache.insight.flight.file import FlightRecording
-from fastdeploy_cache.insight.flight.records import CAUSES, NO_CAUSE, STATUSES, TASK_KINDS, Flag, Record, RecordKind
+from fastdeploy_cache.insight.flight.records import STATUSES, TASK_KINDS, Flag, Record, RecordKind
+from fastdeploy_cache.launch.simulator.heard_decisions import HeardDecisions, found_text
 from fastdeploy_cache.launch.simulator.recorded_client import RecordedClient
 from fastdeploy_cache.launch.simulator.recorded_prompts import RecordedPrompts
+from fastdeploy_cache.launch.simulator.recorded_rows import RecordedRows
 from fastdeploy_cache.launch.simulator.recorded_settings import recorded_config
 from fastdeploy_cache.launch.simulator.recorded_turns import turns
 from fastdeploy_cache.launch.simulator.replay_outcome import MAX_SHOWN, Difference, ReplayOutcome
@@ -35,31 +35,6 @@ class _Live:
     match: Match
     active: ActiveRequest
     num_held_tokens: int = 0
-
-
-class _Heard:
-    """A `RequestListener` that keeps what it is told last."""
-
-    def __init__(self) -> None:
-        self.note: Callable[[tuple[object, ...]], None] = lambda _: None
-        self.active: ActiveRequest | None = None
-        self.found = (0, 0, 0, NO_CAUSE)
-        self.num_looked = 0
-
-    def matched(self, active: ActiveRequest) -> None:
-        self.active, num_unloaded = active, active.num_unloaded_blocks
-        refused = active.trail.refused_for if num_unloaded else None
-        cause = refused[0].place if refused is not None else NO_CAUSE
-        self.found = active.asked.num_found, active.num_gpu_blocks, num_unloaded, cause
-
-    def looked(self, request: Request, keys: BlockKeys, path: list[Run], num_found: int) -> None:  # noqa: ARG002
-        self.num_looked = num_found
-
-    def begin_step(self) -> None: ...
-
-    def end_step(self) -> None: ...
-
-    def released(self, active: ActiveRequest) -> None: ...
 
 
 class FlightReplay:
@@ -86,15 +61,15 @@ class FlightReplay:
             str(record["number"]): record["num_matched"] + (record["num_copied"] > 0)
             for record in recording.of_kind(RecordKind.RELEASED)
         }
-        self._heard, self._live = _Heard(), dict[int, _Live]()
+        self._rows = RecordedRows(self.cache, recording, self._prompts)
+        self._verbs = self.cache.rows if self._rows.is_hybrid else self.cache
+        self._heard, self._live = HeardDecisions(), dict[int, _Live]()
         self.cache.insight.tell(self._heard)
         if header.get("has_storage") and config.pool_sizes()[1]:
-            store = SimulatedStore(_STORE_BLOCKS, "all")
-            self.cache.storage.attach(StorageConfig(kind=_STORE, weights_id="recorded"), client=store)
+            self._attach_store()
         self._num_held_tokens = 0  # of requests that are there
         self._evicted = (0, 0)  # recorded and not replayed, of both tiers
-        self.outcome = ReplayOutcome()
-        self._record: Record = {}
+        self.outcome, self._record = ReplayOutcome(), Record()
         self._began: float | None = None
         self._steps_of_requests: dict[RecordKind, Callable[[Record, _Live], object]] = {
             RecordKind.SETTLED_LATE: self._settle,
@@ -103,6 +78,9 @@ class FlightReplay:
             RecordKind.COMMITTED: self._commit,
             RecordKind.CONFIRMED: self._confirm,
             RecordKind.RELEASED: self._release,
+            RecordKind.SNAPSHOT: self._snapshot,
+            RecordKind.ANCHORED: self._anchored,
+            RecordKind.STATE_COPIED: self._look_again,
         }
         self._steps: dict[RecordKind, Callable[[Record], object]] = {
             **dict.fromkeys(self._steps_of_requests, self._step_of_request),
@@ -115,6 +93,10 @@ class FlightReplay:
             RecordKind.POLICY: lambda record: self.cache.control.set_policy(EVICTION_POLICIES[record["policy"]]),
             RecordKind.RANK: lambda record: self._client.set_up(self._rank(record), up=bool(record["up"])),
         }
+
+    def _attach_store(self) -> None:
+        store = SimulatedStore(_STORE_BLOCKS, "all")
+        self.cache.storage.attach(StorageConfig(kind=_STORE, weights_id="recorded"), client=store)
 
     def run(self, at_end: Callable[[PrefixCacheManager], None] = lambda _: None) -> ReplayOutcome:
         """Replay all of it. `at_end` is given the cache before it is closed.
@@ -158,7 +140,7 @@ class FlightReplay:
         self._hold(live, request.num_tokens)
         recorded = record["num_found"], record["num_gpu"], record["num_unloaded"], record["cause"]
         if recorded != self._heard.found:
-            self._differ("match", _found(recorded), _found(self._heard.found))
+            self._differ("match", found_text(recorded), found_text(self._heard.found))
 
     def _look(self, record: Record) -> None:
         self.cache.prefetch(self._request(record))
@@ -178,14 +160,14 @@ class FlightReplay:
         if not ahead:
             self._poll(live)
         try:
-            self.cache.allocate(live.request, num_blocks, ahead_of_loads=ahead)
+            self._verbs.allocate(live.request, num_blocks, ahead_of_loads=ahead)
         except OutOfBlocksError as error:
             self._differ("allocate", f"{num_blocks} blocks given", f"refused, {error.missing} missing")
 
     def _refuse(self, record: Record, live: _Live) -> None:
         wanted = f"refused, {record['num_missing']} missing"
         try:
-            self.cache.allocate(live.request, record["num_blocks"])
+            self._verbs.allocate(live.request, record["num_blocks"])
         except OutOfBlocksError as error:
             if error.missing != record["num_missing"]:
                 self._differ("allocate", wanted, f"refused, {error.missing} missing")
@@ -218,7 +200,7 @@ class FlightReplay:
             num_tokens = max(request.num_tokens, num_computed, (num_held - 1) * self._size + 1)
             self._hold(self._live[number], num_tokens - request.num_tokens)
             given.append((request, self._prompts.tokens(number, request.num_tokens, num_tokens), num_computed))
-        answers = self.cache.step(given)
+        answers: Sequence[object] = self._verbs.step(given)
         for (record, _, _), answer in zip(steps.values(), answers, strict=True):
             self._record, is_refusal = record, record["kind"] is RecordKind.REFUSED
             missing = answer.missing if isinstance(answer, OutOfBlocksError) else None
@@ -227,6 +209,20 @@ class FlightReplay:
                 self._differ("step", f"refused, {record['num_missing']} missing", found)
             elif not is_refusal and isinstance(answer, Exception):
                 self._differ("step", "done", f"refused: {answer}")
+
+    def _snapshot(self, record: Record, live: _Live) -> None:
+        self._hold(live, max(0, record["num_tokens"] - live.request.num_tokens))
+        is_given = self._rows.snapshot(record, live.request, live.active)
+        if is_given != bool(record["given"]):
+            self._differ("snapshot", _given(bool(record["given"])), _given(is_given))
+
+    def _anchored(self, record: Record, _: _Live) -> None:
+        if record["boundary"] != self._heard.boundary:
+            self._differ("match", f"a checkpoint at block {record['boundary']}", f"one at {self._heard.boundary}")
+
+    @staticmethod
+    def _look_again(_: Record, live: _Live) -> None:
+        live.match = live.match.poll()
 
     def _confirm(self, record: Record, live: _Live) -> None:
         if live.active.is_ahead:
@@ -331,7 +327,7 @@ class FlightReplay:
 
     def _teach(self, record: Record, request: Request) -> None:
         """The recording begins in the midst: what a match has found, and nobody has computed since, was there."""
-        num_found = record["num_found"]
+        num_found = self._rows.num_taught(record)
         if not num_found:
             return
         known = self.cache.prefetch(request)
@@ -343,7 +339,8 @@ class FlightReplay:
         before.counted = True
         match = self.cache.match(before)
         try:
-            self.cache.allocate(before, num_found - len(match.block_ids))
+            new = self._verbs.allocate(before, num_found - len(match.block_ids))
+            self._rows.end_with_snapshot(before, new)
             self.cache.commit(before, before.num_tokens)
             self.outcome.num_taught_blocks += num_found - num_known
         except OutOfBlocksError:  # there was more room in the recording
@@ -366,10 +363,8 @@ def _num_held(active: ActiveRequest) -> int:
     return active.num_readable_blocks + has_copy if active.phase is WAITING else len(active.block_ids)
 
 
-def _found(found: tuple[int, int, int, int]) -> str:
-    num_found, num_gpu, num_unloaded, cause = found
-    text = f"{num_found} blocks found, {num_gpu} of them on the GPU"
-    return f"{text}, {num_unloaded} not loaded ({CAUSES[cause]})" if cause != NO_CAUSE else text
+def _given(is_given: bool) -> str:
+    return "given" if is_given else "not given"
 
 
 def _hit(hit: tuple[int, int]) -> str:

@@ -23,7 +23,7 @@ class RecordedClient:
         self._on_result = on_result
 
     def submit(self, task: TransferTask) -> None:
-        if len(task.destination_ids):
+        if len(task.destination_ids) or task.units:
             self._tasks[task.task_id] = task
         else:  # it only asks whether all before it has ended
             self._answer(task, None, 0.0)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from fastdeploy_cache import PrefixCacheManager
-from fastdeploy_cache.errors import ControlError, RecordingError
+from fastdeploy_cache.errors import ControlError
 from fastdeploy_cache.launch.operating.text import pins_table, prefix_tree, top_table
 from tests.rigs.hybrid_requests import TEXT, computed, manager, started
 
@@ -95,7 +95,7 @@ def test_pages_of_checkpoints_are_blocks_of_the_cpu_tier() -> None:
 
 
 def test_what_knows_no_rows_says_that_it_is_off() -> None:
-    """No process estimates other sizes, and the page and the refused recording say why."""
+    """No process estimates other sizes, and the page says why."""
     with manager() as cache:
         cache.release(computed(cache, "a"))
         assert cache.insight.what_if() == []
@@ -103,5 +103,3 @@ def test_what_knows_no_rows_says_that_it_is_off() -> None:
         pages = cache._seen.start_page(cache.insight, lambda: "running")
         needs = json.loads(pages["/data.json"].content())["needs"]
         assert "in rows beside its full KV is not estimated" in needs["what_if_off"]
-        with pytest.raises(RecordingError, match="in rows beside its full KV is not recorded"):
-            cache.insight.write_flight("anywhere")

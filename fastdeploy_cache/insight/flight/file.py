@@ -29,12 +29,15 @@ from typing import Any, Final
 import numpy as np
 
 from fastdeploy_cache.errors import RecordingError, reason_of
+from fastdeploy_cache.insight.flight.header import has_rows
 from fastdeploy_cache.insight.flight.recorder import RingPart
 from fastdeploy_cache.insight.flight.records import Record, RecordKind, pack, unpack
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 
 MAGIC: Final = b"\x89fdcache-flight"
-VERSION: Final = 3  # since there is `POLICY`; those before are read, too: 2 since there is `STEPPED`
+# Of a hybrid model; those before are read, too: 3 since there is `POLICY`, 2 since there is `STEPPED`.
+VERSION: Final = 4
+_WITHOUT_ROWS: Final = 3
 _VERSION, _HEAD, _PIECE = struct.Struct("<H"), struct.Struct("<II"), struct.Struct("<4sQIII")
 _FIRST_WITH_POLICIES: Final = 3
 _TAG: Final = b"PIEC"
@@ -59,7 +62,8 @@ def mixed(marks: bytes, secret: bytes) -> bytes:
 def head(header: Mapping[str, Any]) -> bytes:
     """What a file begins with."""
     text = json.dumps(header).encode()
-    return MAGIC + _VERSION.pack(VERSION) + _HEAD.pack(len(text), zlib.crc32(text)) + text
+    version = VERSION if has_rows(header) else _WITHOUT_ROWS
+    return MAGIC + _VERSION.pack(version) + _HEAD.pack(len(text), zlib.crc32(text)) + text
 
 
 def pieces(part: RingPart, secret: bytes) -> Iterator[bytes]:

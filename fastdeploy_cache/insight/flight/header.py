@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Final
 
 from fastdeploy_cache.config.cache import CacheConfig
@@ -14,7 +15,15 @@ _DECIDING: Final = (
     *("min_prefetch_tokens", "max_prefetch_share", "load_policy", "prefill_tokens_per_second", "min_load_tokens"),
     *("max_load_share", "recompute_last_token", "enable_prefix_caching"),
 )
-RECORDED_SETTINGS: Final = frozenset({*_DECIDING, "num_gpu_blocks", "num_cpu_blocks", "layout"})
+_OF_ROWS: Final = ("checkpoint_every_tokens", "checkpoints_per_path", "state_copy")  # of a hybrid model alone
+RECORDED_SETTINGS: Final = frozenset(
+    {*_DECIDING, *_OF_ROWS, "num_gpu_blocks", "num_cpu_blocks", "num_gpu_units", "layout"}
+)
+
+
+def has_rows(header: Mapping[str, Any]) -> bool:
+    """Whether it is of a hybrid model: its records tell of snapshots and checkpoints, too."""
+    return "num_gpu_units" in header.get("settings", {})
 
 
 def header_of(
@@ -26,8 +35,12 @@ def header_of(
     settings |= {"num_gpu_blocks": num_gpu_blocks, "num_cpu_blocks": num_cpu_blocks}
     if config.layout is not None:
         settings["layout"] = layout = dataclasses.asdict(config.layout)
+        ranks = config.rank_layout()
         if not layout["groups"]:  # it is left out as before there were groups
             del layout["groups"]
+        elif ranks is not None:
+            settings |= {name: getattr(config, name) for name in _OF_ROWS}
+            settings["num_gpu_units"] = list(ranks.num_units)
     return {
         "settings": settings,
         "num_ranks": config.transfer.tp_size,

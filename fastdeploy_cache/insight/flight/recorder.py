@@ -19,7 +19,7 @@ from fastdeploy_cache.requests.active_request import VOID, ActiveRequest
 _NUM_PARTS: Final = 2  # of a full ring
 _NOTE_BYTES, _REQUEST_BYTES = 128, 384  # that a small tuple takes in memory with its numbers, and a large one more
 _MATCHED, _LOOKED, _RELEASED = (int(kind) for kind in (RecordKind.MATCHED, RecordKind.LOOKED, RecordKind.RELEASED))
-_STEPPED, _MARKED = int(RecordKind.STEPPED), int(RecordKind.MARKED)
+_STEPPED, _MARKED, _ANCHORED = (int(kind) for kind in (RecordKind.STEPPED, RecordKind.MARKED, RecordKind.ANCHORED))
 Note = tuple[Any, ...]  # its kind, and what `records` says of that
 
 
@@ -114,6 +114,8 @@ class FlightRecorder:
                 rest,
             )
         )
+        if active.rows is not None:
+            note((_ANCHORED, number, active.trail.num_whole_blocks))
         self._num_large_bytes = num_bytes = self._num_large_bytes + _REQUEST_BYTES + len(marks)
         if num_bytes + len(self._notes) * _NOTE_BYTES >= self._part_bytes:
             self.roll()

@@ -45,6 +45,10 @@ class RecordKind(IntEnum):
     STEPPED = 16  # the records in front of it, so many, are of one step
     POLICY = 18  # another eviction policy
     MARKED = 17  # at the end: what a request that is still there has published behind its prompt
+    SNAPSHOT = listener.SNAPSHOT
+    DRAFTED = listener.DRAFTED
+    ANCHORED = 21  # behind MATCHED, of a hybrid model: where the deepest checkpoint of its prompt lies
+    STATE_COPIED = listener.STATE_COPIED
 
 
 class Flag:
@@ -93,6 +97,10 @@ _FIELDS: Final[dict[RecordKind, tuple[str, tuple[str, ...]]]] = {
     RecordKind.STEPPED: ("I", ("num_records",)),
     RecordKind.POLICY: ("dB", ("at", "policy")),
     RecordKind.MARKED: ("III", ("number", "first", "num_marks")),
+    RecordKind.SNAPSHOT: ("IIB", ("number", "num_tokens", "given")),
+    RecordKind.DRAFTED: ("I", ("number",)),
+    RecordKind.ANCHORED: ("II", ("number", "boundary")),
+    RecordKind.STATE_COPIED: ("I", ("number",)),
 }
 LAYOUTS: Final = {kind: struct.Struct(f"<B{form}") for kind, (form, _) in _FIELDS.items()}
 NAMES: Final = {kind: ("kind", *names) for kind, (_, names) in _FIELDS.items()}

@@ -62,7 +62,7 @@ def test_bad_files_are_one_clear_error(recording: Path, tmp_path: Path) -> None:
     newer = MAGIC + struct.pack("<H", 9) + data[len(MAGIC) + 2 :]
     cases = {
         b"{}\n": "is no flight recording",
-        newer: "of version 9, and this program reads version 3",
+        newer: "of version 9, and this program reads version 4",
         data[: header - 3] + b"?" + data[header - 2 :]: "checksum of its header",
         data[: header + 60] + bytes([data[header + 60] ^ 1]) + data[header + 61 :]: "checksum is not that of its bytes",
         data[:header] + b"XXXX" + data[header + 4 :]: "no piece begins there",
