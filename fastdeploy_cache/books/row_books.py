@@ -42,6 +42,7 @@ class RowBooks:
         self.counts = CheckpointCounts()
         self.checkpoints.taps.anchored += (self.counts.anchored,)
         self.checkpoints.taps.lifted += (self.counts.lifted,)
+        self._mishaps = tree.mishaps
         self.trimmer = Trimmer(tree.residency)
         self._eviction = RowEviction(tree.residency, self.checkpoints, self.trimmer.go_on)
 
@@ -97,9 +98,12 @@ class RowBooks:
 
     def end_units(self, checkpoint: Checkpoint, units: Units, succeeded: bool, *, stays: bool = False) -> bool:
         """A task that was to fill these units has ended: they are the checkpoint's, or they go home; which of both.
-        Where it `stays` they are the task's still instead of going home."""
-        if succeeded and self.checkpoints.land_units(checkpoint, units):
-            return True
+        Where it `stays` they are the task's still instead of going home. Without memory they have come in vain."""
+        try:
+            if succeeded and self.checkpoints.land_units(checkpoint, units):
+                return True
+        except MemoryError:
+            self._mishaps.note("landing")
         if not stays:
             self.free_units(units)
         return False
@@ -111,9 +115,12 @@ class RowBooks:
 
     def end_pages(self, checkpoint: Checkpoint, pages: array[int], succeeded: bool) -> bool:
         """The same of pages of the CPU tier."""
-        if succeeded and self.checkpoints.land_pages(checkpoint, pages):
-            return True
-        self.checkpoints.pages.free(pages, TASK)
+        try:
+            if succeeded and self.checkpoints.land_pages(checkpoint, pages):
+                return True
+        except MemoryError:
+            self._mishaps.note("landing")
+        self.checkpoints.pages.free_each(pages, TASK)
         return False
 
     def keep(self, pinned: PinnedPrefix) -> None:

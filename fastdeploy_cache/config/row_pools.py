@@ -43,6 +43,9 @@ class RowSettings(Protocol):
     def pool_sizes(self) -> tuple[int, int]: ...
 
 
+_LOAD_TASKS = 2
+
+
 def with_units(config: RowSettings, layout: RankLayout, num_gpu_blocks: int) -> RankLayout:
     """The layout with the units of each row behind the full one: as given, or what `max_running` requests need, and a
     checkpoint for each 4,096 tokens of the full row's pool."""
@@ -114,6 +117,15 @@ def _check_units(config: RowSettings) -> None:
         )
 
 
+def _check_places(config: RowSettings, num_rows: int, *, has_tier: bool) -> None:
+    given, load = config.transfer.max_tasks_in_flight, "a load of full KV and its checkpoint is 2 tasks"
+    if num_rows and has_tier and given < _LOAD_TASKS:
+        raise ConfigError(f"transfer.max_tasks_in_flight is {given}, and {load}; give {_LOAD_TASKS} or more")
+    if num_rows and config.recompute_last_token and given < num_rows + 1:
+        copies = f"recompute_last_token copies a block and a unit of {counted(num_rows, 'row')}"
+        raise ConfigError(f"transfer.max_tasks_in_flight is {given}, and {copies}; give {num_rows + 1} or more")
+
+
 def check_row_pools(config: RowSettings, layout: RankLayout, pool_sizes: tuple[int, int]) -> None:
     """Raise `ConfigError` for pools that are too small for one request or one checkpoint, with the numbers."""
     rows, given = layout.rows[1:], list(config.num_gpu_units)
@@ -129,10 +141,7 @@ def check_row_pools(config: RowSettings, layout: RankLayout, pool_sizes: tuple[i
                 f"num_gpu_units[{index}] is {units}, and one request with its checkpoint needs {row.num_least_units} "
                 f"units of the row {str(row)!r}; give {row.num_least_units} or more"
             )
-    if rows and pool_sizes[1] and config.transfer.max_tasks_in_flight < 2:
-        raise ConfigError(
-            "transfer.max_tasks_in_flight is 1, and a load of full KV and its checkpoint is two tasks; give 2 or more"
-        )
+    _check_places(config, len(rows), has_tier=pool_sizes[1] > 0)
     num_least = layout.num_checkpoint_pages + 1
     if rows and 0 < pool_sizes[1] < num_least:
         raise ConfigError(

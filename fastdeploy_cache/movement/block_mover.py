@@ -71,7 +71,12 @@ class BlockMover:
         if self.is_quiet or self._ranks_without_kv:
             return False
         client, mishaps = self._client, self._books.mishaps
-        if mishaps.ask("client", lambda: client.has_room(kind, num_tasks), otherwise=False):
+        num_tasks += self._outbox.num_queued(kind.lane)  # of this turn: the client does not know of them yet
+        if num_tasks == 1:
+            has_room = mishaps.ask("client", lambda: client.has_room(kind), otherwise=False)
+        else:
+            has_room = mishaps.ask("client", lambda: client.has_room(kind, num_tasks), otherwise=False)
+        if has_room:
             return True
         self.num_refused[kind] += mishaps.ask("client", lambda: client.available, otherwise=False)
         return False
@@ -114,16 +119,21 @@ class BlockMover:
             raise
         return transfer, cargo
 
-    def copy_unit(
-        self, cargo: Cargo, row: int, source: array[int], destination: array[int], num_tokens: int | None
-    ) -> Transfer:
+    def send_unit(
+        self,
+        transfer: Transfer,
+        cargo: Cargo,
+        source: array[int],
+        destination: array[int],
+        *,
+        row: int,
+        num_tokens: int | None,
+    ) -> None:
         """Start copying a unit of a row behind the full one into another, or its first tokens alone. Where this raises
         the destination is the caller's to give back."""
-        transfer = self.new_transfer(GPU)
         transfer.cargo = cargo
         task = self._new_task(transfer, TaskKind.COPY, source, destination, num_tokens)
         self._send(transfer, dataclasses.replace(task, row=row))
-        return transfer
 
     def copy_for_caller(
         self, kind: TaskKind, sources: array[int], cargo: CallersBlocks, num_tokens: int | None = None

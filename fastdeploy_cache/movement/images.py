@@ -13,6 +13,7 @@ from fastdeploy_cache.books.row_books import RowBooks
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.movement.block_mover import BlockMover
+from fastdeploy_cache.movement.unit_copies import UnitCopy
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
 
@@ -27,6 +28,9 @@ class ImageLanding:
         self.checkpoint = checkpoint
         self.units: list[array[int]] = []  # of a load
         self.pages = array("i")  # of a copy down
+        # Made now: at its end there may be no memory for them.
+        self._no_units: list[array[int]] = []
+        self._no_pages = array("i")
         self.pins: Sequence[Pin] = ()
         self.transfer: Transfer | None = None
 
@@ -46,10 +50,10 @@ class ImageLanding:
             has_landed = self._rows.end_units(self.checkpoint, self.units, succeeded, stays=is_used)
             if self.transfer is not None and is_used and not has_landed:
                 self.transfer.kept_units = self.units
-            self.units = []
+            self.units = self._no_units
         if self.pages:
             self._rows.end_pages(self.checkpoint, self.pages, succeeded)
-            self.pages = array("i")
+            self.pages = self._no_pages
         if self.pins:
             self._rows.checkpoints.unpin(self.checkpoint)
             (pin,), self.pins = self.pins, ()
@@ -119,15 +123,18 @@ class ImageMover:
         """Units of each row that become free, or can be had from checkpoints, when the copies in flight end well."""
         pools = self._rows.checkpoints.pools
         num_coming, held = [0] * len(pools), [Counter[int]() for _ in pools]
-        for transfer in self._mover.in_flight.values():
-            cargo = transfer.cargo
-            if not isinstance(cargo, ImageLanding) or transfer.done.is_set():
-                continue
-            if transfer.cancelled and not transfer.num_ahead:
+        flights = [each for each in self._mover.in_flight.values() if not each.done.is_set()]
+        cargoes = [(each, each.cargo) for each in flights if isinstance(each.cargo, ImageLanding | UnitCopy)]
+        num_pins = Counter([cargo.checkpoint for _, cargo in cargoes])
+        for transfer, cargo in cargoes:
+            is_alone = cargo.checkpoint.num_pins == num_pins[cargo.checkpoint]  # nobody but copies in flight pins it
+            is_vain = isinstance(cargo, UnitCopy) and not cargo.is_wanted
+            if is_vain or (isinstance(cargo, ImageLanding) and is_alone and not transfer.num_ahead):
                 for number, units in enumerate(cargo.units):
                     num_coming[number] += len(units)
-            elif transfer.tier is CPU and cargo.checkpoint.num_pins == 1:  # by this copy alone
-                for count, ids in zip(held, self._rows.checkpoints.unit_ids(cargo.checkpoint), strict=True):
+        for checkpoint in num_pins:
+            if checkpoint.num_pins == num_pins[checkpoint]:
+                for count, ids in zip(held, self._rows.checkpoints.unit_ids(checkpoint), strict=True):
                     count.update(ids)
         for number, pool in enumerate(pools):
             num_coming[number] += sum([pool.num_pins(unit) == num for unit, num in held[number].items()])

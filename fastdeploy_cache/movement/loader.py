@@ -36,7 +36,7 @@ class Loader:
         self._max_bytes = max_blocks * self._block_bytes
         self._config = config
         self.refused_for = Cause.ROOM, ""  # why the last load that was refused was, and with which numbers
-        self.lacks_room = False  # whether that was for want of blocks alone
+        self.lacks_room = False  # whether that was for want of blocks, or of units of a row, alone
         self.lacks_place = False  # or of a place in the queue of loads
         books.listen(TaskEnded, self._note_speed)
 

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.ipc.clock import Clock
-from fastdeploy_cache.transfer_manager.task import RankResult, TaskKind, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import Lane, RankResult, TaskKind, TransferResult, TransferTask
 
 T = TypeVar("T")
 
@@ -76,6 +76,10 @@ class Outbox:
             if self._in_flight is not None:
                 self._in_flight.end(task.task_id)
             raise
+
+    def num_queued(self, lane: Lane) -> int:
+        """How many wait here for the end of a turn, of those that go by this lane."""
+        return sum([task.kind.lane is lane for task in self.queued]) if self.queued else 0
 
     def hand_over(self) -> None:
         """Give the client what is there.

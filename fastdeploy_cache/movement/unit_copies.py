@@ -9,7 +9,7 @@ from fastdeploy_cache.books.block_pool import REQUEST, TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.row_books import RowBooks
-from fastdeploy_cache.books.run import Pin, Run
+from fastdeploy_cache.books.run import GPU, Pin, Run
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.movement.block_mover import BlockMover
 from fastdeploy_cache.transfer_manager.task import TaskKind
@@ -32,6 +32,7 @@ class UnitCopy:
         self.checkpoint, self.number, self.units = checkpoint, number, units
         self.is_wanted, self.has_landed = True, False
         self.pins: Sequence[Pin] = ()
+        self.transfer: Transfer | None = None
         self.ids: Sequence[int] = ()  # of the full row
 
     @property
@@ -68,35 +69,52 @@ class UnitCopier:
     def __init__(self, books: Books, rows: RowBooks, mover: BlockMover) -> None:
         self._books, self._rows, self._mover = books, rows, mover
 
-    def can_start(self, numbers: Sequence[int], num_others: int = 0) -> bool:
-        """Whether each of these rows has a unit to copy into, and the queue room for such tasks and others."""
-        pools = self._rows.checkpoints.pools
-        has_room = all(pools[number].num_available > 0 for number in numbers)
-        return has_room and self._mover.can(TaskKind.COPY, len(numbers) + num_others)
+    def start(
+        self, checkpoint: Checkpoint, numbers: Sequence[int], num_tokens: int | None, num_others: int = 0
+    ) -> list[UnitCopy] | None:
+        """Copy the last unit of each of these rows of a checkpoint that is on the GPU, or its first tokens alone. None:
+        a row has no room, or the queue none for these tasks and others.
 
-    def start(self, checkpoint: Checkpoint, number: int, num_tokens: int | None) -> tuple[Transfer, UnitCopy]:
-        """Copy the last unit of a row of a checkpoint that is on the GPU, or its first tokens alone. There is room.
-        All of it or nothing."""
+        All of them or, on `MemoryError`, none that anybody wants: what is on its way goes home when it has come.
+        """
         tree, checkpoints, hold = self._books.tree, self._rows.checkpoints, Pin(checkpoint.run, checkpoint.end)
-        tree.pin(hold)  # what makes room must not take it
+        made: list[UnitCopy] = []
+        tree.pin(hold)  # what makes room must not take it, and it is no room itself
         try:
             checkpoints.pin(checkpoint)
             try:
-                return self._send(checkpoint, number, num_tokens)
+                if any(checkpoints.pools[number].num_available < 1 for number in numbers):
+                    return None
+                if not self._mover.can(TaskKind.COPY, len(numbers) + num_others):
+                    return None
+                for number in numbers:
+                    self._send(checkpoint, number, num_tokens, made)
             except BaseException:
-                checkpoints.unpin(checkpoint)
+                for copy in made:
+                    copy.give_up()
                 raise
+            finally:
+                checkpoints.unpin(checkpoint)
         finally:
             tree.unpin(hold)
+        return made
 
-    def _send(self, checkpoint: Checkpoint, number: int, num_tokens: int | None) -> tuple[Transfer, UnitCopy]:
+    def _send(self, checkpoint: Checkpoint, number: int, num_tokens: int | None, made: list[UnitCopy]) -> None:
+        """One more, which is noted before it is sent: nothing behind that asks for memory."""
         units = [array("i") for _ in self._rows.checkpoints.pools]
-        source = self._rows.checkpoints.unit_ids(checkpoint)[number][-1:]
+        source, transfer = self._rows.checkpoints.unit_ids(checkpoint)[number][-1:], self._mover.new_transfer(GPU)
+        units[number] = self._rows.take(number, 1, TASK)
         try:
-            units[number] = self._rows.take(number, 1, TASK)
             cargo = UnitCopy(self._books, self._rows, checkpoint, number, units)
-            cargo.pins = (Pin(checkpoint.run, checkpoint.end),)
-            return self._mover.copy_unit(cargo, number + 1, source, cargo.own, num_tokens), cargo
+            cargo.pins, cargo.transfer = (Pin(checkpoint.run, checkpoint.end),), transfer
+            made.append(cargo)
+            self._rows.checkpoints.pin(checkpoint)
+            try:
+                self._mover.send_unit(transfer, cargo, source, cargo.own, row=number + 1, num_tokens=num_tokens)
+            except BaseException:
+                made.pop()
+                self._rows.checkpoints.unpin(checkpoint)
+                raise
         except BaseException:
             self._rows.free_units(units)
             raise

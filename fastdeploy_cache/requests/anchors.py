@@ -127,6 +127,8 @@ class Anchors:
         """So many of its blocks are in the tree by now: checkpoints that were due are made, and what lies in front of
         all that it reads is free. Whether it has made or given up a snapshot or units."""
         rows, num_blocks = rows_of(active), active.num_committed_blocks
+        if active.is_ahead:  # what it reads may never come: it keeps all until that is decided
+            return False
         before = rows.pending, rows.newest, rows.passed, rows.num_slid
         is_found = self._is_found(active)
         if self.state_rows:

@@ -101,6 +101,17 @@ class MatchLoads:
                 continue
             prefetch.done.wait(min(deadline, prefetch.deadline) - now)
 
+    def _call_or_go_on(self, call: Callable[[], None]) -> None:
+        """Nothing is on its way: call, or when what follows has come. Without memory for that it is called now, and
+        what it sees is what there is."""
+        try:
+            if self._goes_on():
+                self.call_when_ready(call)
+                return
+        except MemoryError:
+            pass
+        call_user(call)
+
     def _goes_on(self) -> bool:
         """All that it waited for has ended. Whether something is to come still, that began only now: a state is copied
         when its load has brought it."""
@@ -134,15 +145,13 @@ class MatchLoads:
                 with self._requests.books:
                     num_left -= 1
                     is_last = num_left == 0
-                if is_last and self._goes_on():
-                    self.call_when_ready(call)
-                elif is_last:
-                    call_user(call)
+                if is_last:
+                    self._call_or_go_on(call)
 
             for transfer in pending:
                 transfer.on_done.append(one_less)
         if not pending:
-            call_user(call)
+            self._call_or_go_on(call)
 
     @staticmethod
     def _look_again(prefetch: StoragePrefetch, look: Callable[[], None]) -> None:

@@ -95,11 +95,13 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         num_coming_tokens: further tokens on their way to the GPU; wait for them, run ahead of them, or allocate and do
             without: `allocate` and `commit` count by what this match shows, even if more has landed meanwhile.
         num_unloaded_tokens: further tokens in the CPU tier that were not loaded: too few or too many for the configured
-            limits, no room, a full queue, or a rank is down.
+            limits, no room, a full queue, or a rank is down. With `state_copy` also those in front of a state for which
+            there was no slot.
         coming_block_ids: where the coming tokens are being loaded to; see `PrefixCacheManager.allocate`.
         load_ids: the loads that bring them, for `LayerProgress.wait_layer` in a worker.
         tables: of a hybrid model, units of each row behind the full one, in the order in which `config check` prints
-            them: what is read behind the matched tokens. They are never written.
+            them: what is read behind the matched tokens. They are never written, but for copies that are the
+            request's own: the slot of a state under `state_copy`, and the last unit under `recompute_last_token`.
         checkpoint_tokens: of a hybrid model, after how many tokens a piece of the prompt should end, so that others can
             go on there: where it parts from what is cached, and at its last whole block. With states a snapshot is
             taken there (`cache.rows.snapshot`).

@@ -330,10 +330,10 @@ class Matcher:
                 self._anchors.matches.copies.take_windows(rows_of(active))  # and this
         if active.loads or active.prefetch is not None:
             stop_waiting(active)
-        if self._anchors is not None and copy is not None:
-            self._anchors.matches.copies.give_up(rows_of(active))
         active.enter(SETTLED)
         active.block_ids, active.copy = ids, None
+        if self._anchors is not None:
+            self._anchors.matches.settled(active)
         active.num_matched_blocks = active.num_committed_blocks = num_blocks
         if is_taken:
             active.num_copied_tokens = self._tree.block_size - 1

@@ -203,6 +203,7 @@ class RoomQueue:
             if not serve() and self.may_come(wait.need):
                 ready()
                 if not serve():
+                    wait.need = taking.need()  # by now its match is settled
                     self.enter(wait)
         try:
             if wait in self._waiting:

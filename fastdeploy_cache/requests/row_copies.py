@@ -6,7 +6,7 @@ from array import array
 
 from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.row_books import RowBooks
-from fastdeploy_cache.movement.unit_copies import UnitCopier
+from fastdeploy_cache.movement.unit_copies import UnitCopier, UnitCopy
 from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.requests.checkpoint_maker import rows_of
 from fastdeploy_cache.requests.tables import RequestRows
@@ -34,23 +34,22 @@ class RowCopies:
 
     def start_states(self, active: ActiveRequest, checkpoint: Checkpoint) -> bool:
         """Copy its state; False where there is no slot for it, or no place in the queue."""
-        return self._copier.can_start(self._states) and self._start(active, checkpoint, self._states, None)
+        return self._start(active, self._copier.start(checkpoint, self._states, None))
 
     def start_windows(self, active: ActiveRequest, checkpoint: Checkpoint, num_tokens: int) -> bool:
-        """Copy the first tokens of the last unit of each row; False where one has none, or there is no room."""
+        """Copy the first tokens of the last unit of each row, beside a block of the full row; False where one has none,
+        or there is no room."""
         if self._states or not all(self._rows.checkpoints.sizes.counts(checkpoint.boundary)):
             return False
-        can_start = self._copier.can_start(self._windows, num_others=1)
-        return can_start and self._start(active, checkpoint, self._windows, num_tokens)
+        return self._start(active, self._copier.start(checkpoint, self._windows, num_tokens, num_others=1))
 
-    def _start(self, active: ActiveRequest, checkpoint: Checkpoint, numbers: list[int], num_tokens: int | None) -> bool:
-        """All of them or, on `MemoryError`, none that is wanted."""
+    def _start(self, active: ActiveRequest, copies: list[UnitCopy] | None) -> bool:
+        if copies is None:
+            return False
         rows = rows_of(active)
+        rows.copies = copies
         try:
-            for number in numbers:
-                transfer, copy = self._copier.start(checkpoint, number, num_tokens)
-                rows.copies = (*rows.copies, copy)
-                wait_for(active, [transfer])
+            wait_for(active, [copy.transfer for copy in copies if copy.transfer is not None])
         except BaseException:
             self.give_up(rows)
             raise
@@ -66,7 +65,8 @@ class RowCopies:
         if self._copies_states:
             tables, matched = [*rows.tables], [*rows.matched]
             for copy in rows.copies:
-                tables[copy.number], matched[copy.number] = copy.own, copy.own[:]
+                # Copies: what the task has read its ids from is not to be made shorter.
+                tables[copy.number], matched[copy.number] = copy.own[:], copy.own[:]
             self._take(rows, tables, matched)
 
     def take_windows(self, rows: RequestRows) -> None:

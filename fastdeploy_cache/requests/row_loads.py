@@ -22,14 +22,18 @@ from fastdeploy_cache.requests.waiting import end_room_wait, loads_of_pinned, pi
 
 
 def give_up(checkpoints: Checkpoints, rows: RequestRows, kept: Checkpoint | None = None) -> None:
-    """A request keeps no checkpoint of its match any more but this one. Needs no memory."""
+    """A request keeps no checkpoint of its match any more but this one, if it has it still: a window may have slid past
+    it. Needs no memory."""
     rows.goal = rows.base = None
+    is_kept = False
     for each in rows.anchors:
-        if each is not kept:
+        if each is kept and not is_kept:
+            is_kept = True
+        else:
             checkpoints.unpin(each)
-    del rows.anchors[:]
-    if kept is not None:
-        rows.anchors.append(kept)
+    if kept is not None and is_kept:
+        rows.anchors[0] = kept
+    del rows.anchors[int(is_kept) :]
 
 
 class RowLoads:

@@ -76,19 +76,20 @@ class RowMatches:
         return ids
 
     def copy_state(self, active: ActiveRequest) -> bool:
-        """Copy the state of the deepest checkpoint of its match that is there, where that is due and all loads have
-        ended; whether this has begun now."""
+        """Copy the state of the deepest checkpoint of its match that is there with its full KV, where that is due and
+        all loads have ended; whether this has begun now."""
         rows = rows_of(active)
-        if not self.copies.is_due(active) or active.room is not None:
+        if rows.goal is None or not self.copies.is_due(active) or active.room is not None or active.pin is None:
             return False
         if not all(transfer.done.is_set() for transfer in active.loads):
             return False
+        num_blocks = len(gpu_ids(active.pin.run.path(), active.num_pinned_blocks))
         there = [each for each in (rows.goal, rows.base) if each is not None and each.units is not None]
-        found = next((each for each in there if each.boundary <= active.num_pinned_blocks), None)
-        if found is None or found.run.num_held < found.end:
+        found = next((each for each in there if each.boundary <= num_blocks), None)
+        if found is None:
             return False
         if not self.copies.start_states(active, found):
-            active.trail.refused_for = Cause.ROOM, "there is no slot into which its state could be copied"
+            active.trail.refused_for = Cause.ROOM, "there is no slot into which its state could be copied, or no place"
             active.num_unloaded_blocks = found.boundary
             return False
         return True
@@ -101,19 +102,22 @@ class RowMatches:
         return self.copies.start_windows(active, there, num_tokens)
 
     def _begin_at(self, rows: RequestRows, checkpoint: Checkpoint, tables: list[array[int]]) -> None:
-        """It goes on there, and has these units of it."""
-        rows.used.append(checkpoint)  # first: it may need memory
-        boundary = rows.num_checked = checkpoint.boundary
-        rows.matched, rows.firsts = tables, [row.first_block(boundary) for row in self._shapes]
-        rows.matched_firsts = tuple(rows.firsts)
-        rows.tables = [
-            table if self._shapes[number].kind == "state" else table[:] for number, table in enumerate(tables)
-        ]
+        """It goes on there, and has these units of it. All of it or, on `MemoryError`, nothing."""
+        boundary = checkpoint.boundary
+        firsts = [row.first_block(boundary) for row in self._shapes]
+        matched_firsts = tuple(firsts)
+        own = [table if row.kind == "state" else table[:] for row, table in zip(self._shapes, tables, strict=True)]
+        rows.used.append(checkpoint)
+        rows.num_checked, rows.matched, rows.firsts = boundary, tables, firsts
+        rows.matched_firsts, rows.tables = matched_firsts, own
 
     def num_reached(self, active: ActiveRequest, num_blocks: int) -> int:
         """Where a match is that is not settled, so many leading blocks of which are on the GPU: all or, where it waits
         for a checkpoint, up to the deepest that is there with them."""
-        reached = self._reached(rows_of(active), num_blocks)
+        rows = rows_of(active)
+        if rows.num_fixed is not None:
+            return min(num_blocks, rows.num_fixed)
+        reached = self._reached(rows, num_blocks)
         return num_blocks if rows_of(active).goal is None else reached.boundary if reached is not None else 0
 
     def _reached(self, rows: RequestRows, num_blocks: int) -> Checkpoint | None:
@@ -125,19 +129,33 @@ class RowMatches:
 
     def settle(self, active: ActiveRequest, num_blocks: int) -> int:
         """Its match is fixed at so many blocks, which is where one of its checkpoints lies; how many of them it has
-        then."""
+        then. All of it or, on `MemoryError`, nothing. What follows may need memory, too: until it is `settled`, this
+        can be asked again."""
         rows = rows_of(active)
+        if rows.num_fixed is not None:
+            return rows.num_fixed
         if rows.goal is None:
             return num_blocks
         chosen = self._reached(rows, num_blocks)
+        boundary = chosen.boundary if chosen is not None else 0
+        wanted = tuple([each for each in rows.wanted if each > boundary])
         if chosen is not None:
             self._begin_at(rows, chosen, self._rows.checkpoints.unit_ids(chosen))
-            self.copies.take_states(rows)
-        self.copies.give_up(rows)
+            try:
+                self.copies.take_states(rows)
+            except BaseException:
+                rows.used.pop()
+                raise
+        rows.num_fixed, rows.wanted = boundary, wanted
         give_up(self._rows.checkpoints, rows, chosen)
-        boundary = chosen.boundary if chosen is not None else 0
-        rows.wanted = tuple([each for each in rows.wanted if each > boundary])
         return boundary
+
+    def settled(self, active: ActiveRequest) -> None:
+        """It is. Needs no memory."""
+        rows = rows_of(active)
+        rows.num_fixed = None
+        if rows.copies:
+            self.copies.give_up(rows)
 
     # -- running ahead of its loads
 
@@ -147,7 +165,11 @@ class RowMatches:
         goal = rows_of(active).goal
         if goal is None or self.copies.is_due(active) or rows_of(active).copies:
             return None
-        return self._rows.checkpoints.unit_ids(goal) if goal.units else self._images.units_of_load(goal)
+        if goal.units:
+            return self._rows.checkpoints.unit_ids(goal)
+        units = self._images.units_of_load(goal)
+        # Copies: what a task has read its ids from is not to be made shorter.
+        return [ids[:] for ids in units] if units is not None else None
 
     def begin_ahead(self, active: ActiveRequest, units: list[array[int]]) -> None:
         """It goes on at that checkpoint, as if it were there. All of it or, on `MemoryError`, nothing."""
@@ -157,14 +179,17 @@ class RowMatches:
         self._begin_at(rows, rows.goal, units)
         rows.wanted = wanted
 
-    def end_ahead(self, active: ActiveRequest, num_blocks: int) -> bool:
-        """So many of its blocks are there. Whether the checkpoint is, too, in the units that it uses; it keeps the
-        deepest that is there."""
+    def has_come(self, active: ActiveRequest, num_blocks: int) -> bool:
+        """Whether the checkpoint at which it goes on is there with its full blocks, of which so many are, in the units
+        that it uses."""
         rows = rows_of(active)
         reached, goal = self._reached(rows, num_blocks), rows.goal
-        is_whole = reached is goal is not None and self._rows.checkpoints.unit_ids(goal) == list(rows.matched)
-        give_up(self._rows.checkpoints, rows, reached)
-        return is_whole
+        return reached is goal is not None and self._rows.checkpoints.unit_ids(goal) == list(rows.matched)
+
+    def end_ahead(self, active: ActiveRequest, num_blocks: int) -> None:
+        """It runs ahead of nothing any more, and keeps the deepest checkpoint that is there. Needs no memory."""
+        rows = rows_of(active)
+        give_up(self._rows.checkpoints, rows, self._reached(rows, num_blocks))
 
     def loading(self, active: ActiveRequest) -> Transfer | None:
         """The load that brings the checkpoint which its match waits for."""

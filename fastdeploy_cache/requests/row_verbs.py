@@ -33,7 +33,8 @@ class RowAllocation:
         try:
             self._check_room(anchors, active, num_blocks, may_settle=not ahead_of_loads)
         except OutOfBlocksError as refused:
-            self._requests.tell_refused(active, num_blocks, refused.missing)
+            if not ahead_of_loads:  # else nothing was changed, and a replay has nothing to do again
+                self._requests.tell_refused(active, num_blocks, refused.missing)
             raise
         ids = self._requests.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads, is_told=False)
         first = len(active.block_ids) - num_blocks  # not before: that settles a match
@@ -118,7 +119,11 @@ class RowVerbs:
         if num_blocks < 0:
             raise RequestError(f"allocate of {num_blocks} blocks for {request.request_id!r}; give 0 or more")
         new = self._allocation.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads)
-        self._requests.tell_allocated(active, num_blocks, ahead_of_loads=ahead_of_loads)
+        try:
+            self._requests.tell_allocated(active, num_blocks, ahead_of_loads=ahead_of_loads)
+        except MemoryError:
+            self._allocation.undo(active, new)
+            raise
         return new
 
     def step(self, steps: Iterable[tuple[Request, TokenIds, int]]) -> list[RowBlocks | CacheError | MemoryError]:

@@ -49,12 +49,15 @@ class RunsAhead:
         matcher = self._matcher
         came = arrived and all(transfer.succeeded for transfer in active.ahead) and not matcher.is_lost(active)
         ids, path = matcher.arrived(active)
+        matches = self._anchors.matches if self._anchors is not None else None
+        is_whole = matches is None or matches.has_come(active, len(ids))  # may need memory, as all above
         stop_waiting(active)
         self._accounts.loaded(active)
         active.enter(SETTLED if came else VOID)
         if self._listener is not None:
             self._listener.note((CONFIRMED, active.trail.number, arrived))
-        is_whole = self._anchors is None or self._anchors.matches.end_ahead(active, len(ids))
+        if matches is not None:
+            matches.end_ahead(active, len(ids))
         if came and is_whole and len(ids) == active.num_pinned_blocks:
             return
         active.is_detached = True

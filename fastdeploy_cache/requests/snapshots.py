@@ -94,10 +94,10 @@ class Snapshots:
         boundary = pending.boundary
         if boundary * self._size > active.num_computed_tokens:
             return
-        rows.pending = None
         is_still = self.is_still(active, pending)
         if not is_still and self._listener is not None:
             self._listener.note((DRAFTED, active.trail.number))
+        rows.pending = None
         if not is_found or boundary > active.num_committed_blocks or not is_still:
             self._let_pass(active, rows, pending)
         elif boundary <= (active.request.num_prompt_tokens - 1) // self._size:

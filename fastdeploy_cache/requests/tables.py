@@ -42,8 +42,8 @@ class RequestRows(msgspec.Struct, eq=False):
 
         table   [ checkpoints' | own ]      what lies in front of what is read any more is gone
 
-    For a state it is one slot: that of the checkpoint at which the request began, which is only read, and its own from
-    its first allocation on.
+    For a state it is one slot: that of the checkpoint at which the request began, which is only read (or under
+    `state_copy` a copy of it, which is its own), and its own from its first allocation on.
     """
 
     firsts: list[int]  # by row: the position of a table's first unit
@@ -53,6 +53,7 @@ class RequestRows(msgspec.Struct, eq=False):
     used: list[Checkpoint]  # at which it began, and that it has made
     goal: Checkpoint | None = None  # of a match that is not settled: where it will go on if all comes
     base: Checkpoint | None = None  # and where else
+    num_fixed: int | None = None  # blocks at which its match is being settled, which may have to be tried again
     matched: Sequence[array[int]] = ()  # by row: what the match has found
     matched_firsts: tuple[int, ...] = ()
     wanted: tuple[int, ...] = ()  # boundaries at which a checkpoint of its prompt pays
@@ -61,4 +62,4 @@ class RequestRows(msgspec.Struct, eq=False):
     pending: Snapshot | None = None  # that no commit has reached
     newest: Snapshot | None = None  # of its output: published when it is released
     passed: Snapshot | None = None  # that became no checkpoint, and whose states are read once more
-    copies: tuple[UnitCopy, ...] = ()  # into units of its own, while the match is not settled
+    copies: Sequence[UnitCopy] = ()  # into units of its own, while the match is not settled

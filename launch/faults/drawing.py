@@ -13,6 +13,7 @@ from fastdeploy_cache.launch.faults.story import (
     AFTER_START,
     AT_START,
     NEEDS,
+    NOT_WITH_ROWS,
     NUM_TEXTS,
     WRITE_POLICIES,
     Act,
@@ -90,6 +91,7 @@ _NUM_ACTS = (40, 80, 150)  # of a user
 # as many at once as in a soak, where prefixes are long and shared by many
 CROWD: Final[dict[str, Any]] = {"num_users": 4, "num_gpu_blocks": 96, "num_cpu_blocks": 192, "num_store_blocks": 512}
 _CROWD_EVERY, _MOST_CROWD_ACTS = 20, 100
+_ROWS_EVERY, _ROWS_AT = 10, 4
 SECONDS: Final = (0.01, 0.2, 1.0, 4.0, 15.0, 40.0)
 
 
@@ -104,6 +106,8 @@ def new_story(seed: int, fault_names: tuple[str, ...], most_acts: int = _NUM_ACT
     early: tuple[Fault, ...] = ()
     if seed % _CROWD_EVERY == _CROWD_EVERY - 1:
         settings, num_acts = msgspec.structs.replace(settings, **CROWD), min(num_acts, _MOST_CROWD_ACTS)
+    elif seed % _ROWS_EVERY == _ROWS_AT:
+        settings = _with_rows(by_itself, settings)
     elif settings.has_peers and (share := by_itself.random()) < _START_SHARE:
         if share >= _HAND_OVER_SHARE:
             early = _starts(by_itself, fault_names)
@@ -125,6 +129,20 @@ def new_story(seed: int, fault_names: tuple[str, ...], most_acts: int = _NUM_ACT
     few = [name for name in likely if name in fault_names] or _some(choose, fault_names, settings)
     faults = (*early, *(_fault(choose, step, few) for step in steps))
     return Story(seed=seed, settings=settings, users=users, faults=faults)
+
+
+def _with_rows(choose: random.Random, settings: Settings) -> Settings:
+    """Settings for a hybrid model, which has no store and no peers yet."""
+    return msgspec.structs.replace(
+        settings,
+        num_engines=1,
+        has_store=False,
+        has_peers=False,
+        kv_owner=choose.choice(("engine", "engine", "transfer")),
+        recompute_last_token=False,
+        num_units=choose.choice(((6, 14), (8, 20), (24, 60))),
+        state_copy=choose.random() < 0.25,
+    )
 
 
 def _starts(choose: random.Random, fault_names: Sequence[str]) -> tuple[Fault, ...]:
@@ -260,10 +278,12 @@ def _settings(choose: random.Random, fault_names: tuple[str, ...]) -> Settings:
 def acts_for(choose: random.Random, settings: Settings, num_acts: int) -> list[Act]:
     """Draw what one user does with a cache of these settings."""
     weights = {verb: weight for verb, weight in ACTS.items() if getattr(settings, NEEDS.get(verb, "num_users"))}
+    if settings.has_rows:
+        weights = {verb: weight for verb, weight in weights.items() if verb not in NOT_WITH_ROWS}
     for verb in _RARE:  # some stories are full of what others lack
         if verb in weights:
             weights[verb] *= choose.choice((0, 1, 1, 8))
     share = choose.choice((0, 0, 0, 1, 4))  # likewise of those that keep their requests themselves
-    weights |= {verb: share * weights[verb] for verb in _OF_CALLERS}
+    weights |= {verb: share * weights[verb] for verb in _OF_CALLERS if verb in weights}
     verbs = choose.choices(list(weights), list(weights.values()), k=num_acts)
     return [Act(verb, choose.randrange(64), choose.randrange(64), choose.randrange(64)) for verb in verbs]

@@ -6,12 +6,21 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from fastdeploy_cache import CacheConfig, KVLayout, PeerConfig, PrefixCacheManager, StorageConfig, TransferConfig
+from fastdeploy_cache import (
+    CacheConfig,
+    CacheStats,
+    KVLayout,
+    PeerConfig,
+    PrefixCacheManager,
+    StorageConfig,
+    TransferConfig,
+)
 from fastdeploy_cache.errors import CacheError, LayoutError
 from fastdeploy_cache.ipc.shortage import is_shortage
 from fastdeploy_cache.launch.faults.free_blocks import FreeBlockWatch
 from fastdeploy_cache.launch.faults.kv_bytes import Content, KVBytes
 from fastdeploy_cache.launch.faults.kv_workers import KVWorkers
+from fastdeploy_cache.launch.faults.row_bytes import HYBRID_LAYOUT, NUM_FULL_LAYERS, RowBytes
 from fastdeploy_cache.launch.faults.stage import Mail, StoryStage, Watch
 from fastdeploy_cache.launch.faults.story import BLOCK_SIZE, Act, Settings
 from fastdeploy_cache.launch.faults.user import StoryUser
@@ -48,6 +57,7 @@ class StoryEngine:
         self.cache: PrefixCacheManager | None = None
         self.users: list[StoryUser] = []
         self.kv: list[KVBytes] = []  # by rank
+        self.row_kv: list[RowBytes] = []  # of a hybrid model
         self._last_loss_told = -1  # how far the cache's count of losses was when the model last saw a rank's new arrays
         self._untold = set[int]()  # ranks whose new worker's arrays the model sees already
         self.free_blocks: FreeBlockWatch | None = None
@@ -74,7 +84,9 @@ class StoryEngine:
             block_size=BLOCK_SIZE,
             num_gpu_blocks=settings.num_gpu_blocks,
             num_cpu_blocks=settings.num_cpu_blocks,
-            layout=LAYOUT,
+            layout=HYBRID_LAYOUT if settings.has_rows else LAYOUT,
+            num_gpu_units=settings.num_units,
+            state_copy=settings.state_copy,
             load_policy="always",
             min_prefetch_tokens=1,
             cpu_write_policy=settings.cpu_write_policy,
@@ -112,7 +124,7 @@ class StoryEngine:
         if self.cache is not None:
             for run in list(self.cache._books.tree.runs()):
                 run.cut_off()
-        self.cache, self.users, self.kv, self.free_blocks = None, [], [], None
+        self.cache, self.users, self.kv, self.row_kv, self.free_blocks = None, [], [], [], None
         self._last_loss_told = -1
         self._untold.clear()
         if self.workers is not None:
@@ -208,7 +220,7 @@ class StoryEngine:
 
     def look_at_free_blocks(self) -> None:
         """What nobody owns is nobody's to write."""
-        if self.free_blocks is not None and (written := self.free_blocks.look(self.kv)):
+        if self.free_blocks is not None and (written := self.free_blocks.look(self.kv, self.row_kv)):
             self.world.find("a free block was written", f"engine {self.number}: {written}")
 
     def _look_for_forgotten(self, cache: PrefixCacheManager) -> None:
@@ -228,6 +240,10 @@ class StoryEngine:
         with self._mapping, suppress(LayoutError):
             ranks = range(self.settings.tp_size)
             views = self.workers.views() if self.workers is not None else map(cache.ranks.kv_views, ranks)
+            if self.settings.has_rows:
+                all_views = list(views)
+                self.row_kv = [RowBytes(each) for each in all_views]
+                views = [each[:NUM_FULL_LAYERS] for each in all_views]
             self.kv = [KVBytes(each, BLOCK_SIZE) for each in views]
 
     def _map_again(self, _: int) -> None:
@@ -274,9 +290,7 @@ class StoryEngine:
             world.host.sleep(0.05)
         self.check(cache, watches)
         stats = cache.stats()
-        for tier in (stats.gpu, stats.cpu):
-            if tier is not None and (tier.num_private or tier.num_protected or tier.num_in_flight):
-                world.find("blocks left behind", f"engine {self.number}: {tier}")
+        self._look_for_left(stats)
         failed = {step: number for step, number in stats.num_failed_steps.items() if number}
         if sum(failed.values()) > world.host.num_planted:  # each that was planted may have failed one
             world.find("a step failed that no verb tells of", f"engine {self.number}: {failed}")
@@ -284,6 +298,14 @@ class StoryEngine:
             cache.close()
         self.cache = self.free_blocks = None
         self._check_home()
+
+    def _look_for_left(self, stats: CacheStats) -> None:
+        for tier in (stats.gpu, stats.cpu):
+            if tier is not None and (tier.num_private or tier.num_protected or tier.num_in_flight):
+                self.world.find("blocks left behind", f"engine {self.number}: {tier}")
+        for row in stats.rows:
+            if row.num_private or row.num_pinned or row.num_in_flight:
+                self.world.find("units left behind", f"engine {self.number}: {row}")
 
     def _wake(self, cache: PrefixCacheManager) -> None:
         """One user may have put it to sleep, or paused it, in the midst of another one's change."""

@@ -11,6 +11,7 @@ import numpy as np
 from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.books.block_pool import FREE, BlockPool, Owner
 from fastdeploy_cache.launch.faults.kv_bytes import KVBytes
+from fastdeploy_cache.launch.faults.row_bytes import RowBytes
 
 _NONSENSE = 0xEE
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -24,14 +25,16 @@ class FreeBlockWatch:
         segments = cache._movement.client.cpu_segments()
         num_blocks = cache.config.pool_sizes()[1]
         self._cpu = [segment.view(np.uint8, (num_blocks, segment.num_bytes // num_blocks)) for segment in segments]
+        rows = cache._books.rows
         self._tiers = [_Tier(pool) for pool in cache._books.pools]
+        self._rows = [_Tier(pool.pool) for pool in rows.checkpoints.pools] if rows is not None else []
 
-    def look(self, kv: Sequence[KVBytes]) -> str | None:
+    def look(self, kv: Sequence[KVBytes], row_kv: Sequence[RowBytes] = ()) -> str | None:
         """What was written into a block that nobody has had since the last look, if any was. A turn of its own."""
         cache = self._cache
         with cache._books:
             if cache._books.is_closed or cache._books.asleep:
-                for tier in self._tiers:
+                for tier in (*self._tiers, *self._rows):
                     tier.forget()
                 return None
             generation = cache._books.tree.generation
@@ -40,6 +43,10 @@ class FreeBlockWatch:
                 wrong = tier.look(arrays, generation)
                 if wrong:
                     return f"{name} blocks {wrong}"
+            for number, tier in enumerate(self._rows):
+                arrays = [array for rank in row_kv for array in rank.arrays[number]]
+                if wrong := tier.look(arrays, generation):
+                    return f"units {wrong} of row {number}"
         return None
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
 from fastdeploy_cache.launch.faults.kv_bytes import Content, KVBytes
+from fastdeploy_cache.launch.faults.row_bytes import RowBytes
 from fastdeploy_cache.launch.faults.story import Settings
 
 Prefix = tuple[str, tuple[int, ...]]  # of whole blocks: their space, the tokens
@@ -152,7 +153,8 @@ class Home(Protocol):
     content: Content
     committed: Findable
     mail: deque[Mail]
-    kv: list[KVBytes]
+    kv: list[KVBytes]  # of the full row, by rank
+    row_kv: list[RowBytes]  # of the others
     users: Any  # of the present process
     positions: list[int]
     seen: Counter[str]

@@ -31,7 +31,12 @@ PHASES: Final = (*AFTER_START, "start: rank", "start: storage", AT_START)
 NEEDS: Final = {
     "flush": "has_store", "detach": "has_store", "offer": "has_peers", "receive": "has_peers", "worker": "has_workers",
 }  # fmt: skip
+# what knows blocks of the full row alone, or moves them to where rows do not go yet
+NOT_WITH_ROWS: Final = frozenset(
+    ["insert", "load", "swap_in", "swap_out", "copy", "evict", "offer", "receive", "flush", "detach", "worker"]
+)
 # Bounds of what a file of a story may say: wider than what is drawn, and small enough to run.
+_NUM_ROWS: Final = 2
 _Number = Annotated[int, msgspec.Meta(ge=0)]
 _Few = Annotated[int, msgspec.Meta(ge=1, le=16)]
 _Blocks = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
@@ -55,8 +60,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     recompute_last_token: bool = False
     num_store_blocks: _Blocks = 64
     has_peers: bool = False  # engines hand blocks to each other
+    num_units: tuple[_Number, ...] = ()  # of a hybrid model: slots of its state, and units of its window
+    state_copy: bool = False  # its kernels write states in place
     memory_error_share: _Share = 0.0  # all the time, as the fault does for a while
     outside_error_share: _Share = 0.0
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the model's layers do not all keep everything."""
+        return bool(self.num_units)
 
     @property
     def has_workers(self) -> bool:
@@ -134,11 +146,15 @@ def _whole(story: Story) -> Story:
     settings = story.settings
     if settings.has_peers and settings.num_engines < 2:
         raise ValueError("engines that hand blocks to each other are two or more")
+    if settings.has_rows and (len(settings.num_units) != _NUM_ROWS or settings.has_store or settings.has_peers):
+        raise ValueError(f"num_units of a hybrid model are {_NUM_ROWS}, and it has no store and no peers")
     if [len(users) for users in story.users] != [settings.num_users] * settings.num_engines:
         raise ValueError(f"it has to have {settings.num_users} users for each of {settings.num_engines} engines")
     for act in (act for users in story.users for acts in users for act in acts):
         if act.verb not in ACTS:
             raise ValueError(f"{act.verb!r} is no verb; known: {', '.join(ACTS)}")
+        if settings.has_rows and act.verb in NOT_WITH_ROWS:
+            raise ValueError(f"{act.verb!r} does not go with num_units")
         if not getattr(settings, need := NEEDS.get(act.verb, "num_users")):
             raise ValueError(f"{act.verb!r} needs {need}, which its settings have not")
     for fault in story.faults:

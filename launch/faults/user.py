@@ -11,6 +11,8 @@ from fastdeploy_cache.errors import ClosedError, CommitError, LifeCycleError, Ou
 from fastdeploy_cache.launch.faults.caller_acts import CallerActs
 from fastdeploy_cache.launch.faults.hand_over_acts import HandOverActs
 from fastdeploy_cache.launch.faults.kept import kept_of
+from fastdeploy_cache.launch.faults.row_acts import RowActs
+from fastdeploy_cache.launch.faults.row_bytes import HeldRows
 from fastdeploy_cache.launch.faults.stage import GivenUpError, Home
 from fastdeploy_cache.launch.faults.story import BLOCK_SIZE, LONGEST, MAX_RUNNING, NUM_TEXTS, Act
 from fastdeploy_cache.launch.faults.whole_acts import WholeActs
@@ -41,6 +43,7 @@ class Prompt:
         self.table: list[int] = []
         self.num_computed = 0
         self.send: Send | None = None
+        self.rows: HeldRows | None = None  # of a hybrid model
 
 
 class StoryUser:
@@ -56,6 +59,7 @@ class StoryUser:
         self._acts: Mapping[str, Callable[[Act], None]] = {
             "admit": self.admit, "advance": self.advance, "look": self._commit_too_much, "end": self.end,
             "drop": self._drop, **WholeActs(self).acts, **CallerActs(self).acts, **HandOverActs(self).acts,
+            **(RowActs(self).acts if engine.settings.has_rows else {}),
         }  # fmt: skip
 
     # -- the thread
@@ -125,7 +129,11 @@ class StoryUser:
             self.world.find("short table", f"{len(table)} blocks for {num_tokens} tokens")
             return False
         for rank, kv in enumerate(self.engine.kv if num_tokens else ()):
-            wrong = kv.wrong(engine.content.rows(prompt.space, rank, prompt.tokens[:num_tokens]), table)
+            tokens = prompt.tokens[:num_tokens]
+            wrong: list[object] = [*kv.wrong(engine.content.rows(prompt.space, rank, tokens), table)]
+            if prompt.rows is not None:
+                row_kv = engine.row_kv[rank]
+                wrong += prompt.rows.wrong(row_kv, engine.content, prompt.space, rank, tokens)
             deadline = self.world.host.now() + _TELL_SECONDS
             while wrong and engine.is_being_told(rank) and self.world.host.now() < deadline:
                 if self.cache._books.is_closed:  # it will not be told any more
@@ -160,7 +168,7 @@ class StoryUser:
             self.end(act)
             return
         prompt = self.prompt_of(act)
-        patience = _PATIENCE[act.third // 12 % 2][act.third % 3]
+        patience = self.patience_of(act)
         self.engine.seen["requests"] += 1
         if self.engine.settings.has_store and act.third % 4:
             fetch = self.call("prefetch", lambda: self.cache.prefetch(prompt.request))
@@ -170,6 +178,11 @@ class StoryUser:
         is_whole = act.second % 4  # most are computed at once, the others bit by bit
         if prompt.table and prompt in self.running and is_whole:
             self._compute(prompt, len(prompt.tokens))
+
+    @staticmethod
+    def patience_of(act: Act) -> float:
+        """How long it waits for what is coming."""
+        return _PATIENCE[act.third // 12 % 2][act.third % 3]
 
     def prompt_of(self, act: Act) -> Prompt:
         """See `admit`."""
@@ -210,7 +223,7 @@ class StoryUser:
         else:  # as an engine that takes what is there: what comes between this look and `allocate` is not its
             match = self.call("poll", match.poll)
             self.world.host.sleep(_THINK_SECONDS * self.world.host.chance.random())
-        self._note_hits(match)
+        self.note_hits(match)
         if not self.check_found(prompt, match.num_tokens, match.block_ids):
             return
         if match.num_tokens >= len(prompt.tokens):
@@ -231,7 +244,7 @@ class StoryUser:
             self.leave(prompt)
             return
         match = self.call("poll", match.poll)
-        self._note_hits(match)
+        self.note_hits(match)
         prompt.table = [*match.block_ids, *match.coming_block_ids, *new]
         more = self._allocate(prompt, num_blocks - len(prompt.table), ahead=True)
         if more is None:
@@ -239,14 +252,14 @@ class StoryUser:
             return
         prompt.table += more
         num_tokens = match.num_tokens + match.num_coming_tokens
-        arrived = self._follow_layers(match, patience) and self.compare(prompt, num_tokens, prompt.table)
+        arrived = self.follow_layers(match, patience) and self.compare(prompt, num_tokens, prompt.table)
         if self.call("confirm", lambda: self.cache.confirm(prompt.request, 5.0, arrived=arrived), 5.0):
             prompt.num_computed = num_tokens
             self.engine.seen["ran ahead"] += bool(match.load_ids)
         else:
             self.leave(prompt)
 
-    def _follow_layers(self, match: Match, patience: float) -> bool:
+    def follow_layers(self, match: Match, patience: float) -> bool:
         """Whether all layers of what is coming have come, on every rank."""
         for rank in range(len(self.engine.kv)):
             progress = self.cache.ranks.layer_progress(rank)
@@ -257,7 +270,8 @@ class StoryUser:
                     return False
         return True
 
-    def _note_hits(self, match: Match) -> None:
+    def note_hits(self, match: Match) -> None:
+        """Count what a match has found."""
         seen = self.engine.seen
         seen["GPU tokens"] += match.num_gpu_tokens
         seen["CPU tokens"] += match.num_cpu_tokens

@@ -7,7 +7,7 @@ from typing import Final
 
 from fastdeploy_cache.insight.flight.records import Record, RecordKind
 
-_OF_STEPS: Final = frozenset({RecordKind.ALLOCATED, RecordKind.REFUSED, RecordKind.COMMITTED})
+_OF_STEPS: Final = frozenset({RecordKind.ALLOCATED, RecordKind.REFUSED, RecordKind.COMMITTED, RecordKind.DRAFTED})
 _MOST_HELD: Final = 65_536  # requests of a step
 
 
@@ -21,8 +21,10 @@ def turns(records: Iterable[Record]) -> Iterator[list[Record]]:
             continue
         num_together = min(len(held), record["num_records"]) if kind is RecordKind.STEPPED else 0
         yield from ([each] for each in held[: len(held) - num_together])
-        if num_together:
-            yield held[-num_together:]
+        known_before = RecordKind.DRAFTED
+        together = [each for each in held[len(held) - num_together :] if each["kind"] is not known_before]
+        if together:
+            yield together
         if kind is not RecordKind.STEPPED:
             yield [record]
         held = []

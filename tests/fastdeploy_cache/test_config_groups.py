@@ -83,7 +83,7 @@ def test_a_pool_in_bytes_holds_all_rows() -> None:
         ({"layout": GEMMA_3, "block_size": 64, "num_cpu_blocks": 84},
          "the CPU pool has 84 blocks, and a checkpoint and one block take 85; give num_cpu_blocks 85 or more, or 0"),
         ({"num_cpu_blocks": 85, "transfer": TransferConfig(max_tasks_in_flight=1)},
-         "transfer.max_tasks_in_flight is 1, and a load of full KV and its checkpoint is two tasks; give 2 or more"),
+         "transfer.max_tasks_in_flight is 1, and a load of full KV and its checkpoint is 2 tasks; give 2 or more"),
     ],
 )  # fmt: skip
 def test_what_is_refused(fields: dict[str, Any], words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from fastdeploy_cache.requests.tables import RowBlocks
 from fastdeploy_cache.transfer_manager.task import TransferTask
 from tests.rigs.held_tasks import Held
 from tests.rigs.hybrid_requests import TEXT, computed, manager
+from tests.rigs.row_flight import replayed
 
 LONG = [*TEXT, *range(50, 64)]  # goes on behind TEXT: eight blocks
 FIELDS = {"num_cpu_blocks": 90, "cpu_write_policy": "write_through", "num_gpu_units": (6, 12), "max_load_share": 1.0}
@@ -104,9 +106,10 @@ def test_a_checkpoint_that_another_request_made_meanwhile(cache: PrefixCacheMana
     held.go()
     cache.check_invariants()
     assert cache.confirm(first, 0, arrived=True)
+    num_made = cache.stats().checkpoints.num_made
     cache.commit(first, 18)
     cache.check_invariants()
-    assert match.poll().tables == match.tables
+    assert match.poll().tables == match.tables and cache.stats().checkpoints.num_made == num_made
     cache.release(other)
     cache.release(first)
 
@@ -179,3 +182,57 @@ def test_a_base_is_read_before_the_goal_has_come(cache: PrefixCacheManager) -> N
     assert after.num_tokens == 16 and [table.first_block for table in after.tables] == [3, 2]
     cache.release(first)
     cache.release(request)
+
+
+def test_it_goes_before_a_rank_has_read_which_units_to_fill(cache: PrefixCacheManager) -> None:
+    """It has no slot of its own yet: the tables that it gives up are not those of the task."""
+    held = Held(cache)
+    request = Request(request_id="again", prompt_token_ids=TEXT)
+    cache.match(request)
+    cache.rows.allocate(request, 0, ahead_of_loads=True)
+    cache.release(request)
+    cache.check_invariants()
+    held.go()
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+@pytest.mark.parametrize("is_near", [True, False])
+def test_a_commit_before_it_is_decided_gives_nothing_up(
+    cache: PrefixCacheManager, arrives: bool, is_near: bool
+) -> None:
+    """Its windows would slide over the checkpoints that it may have to fall back to."""
+    first = Request(request_id="text again", prompt_token_ids=TEXT)
+    if is_near:
+        assert cache.match(first).poll().num_tokens == 16
+    held = Held(cache)
+    request, _, _ = run_ahead(cache, "long again", LONG)
+    cache.commit(request, 32)
+    cache.check_invariants()
+    held.go(lambda _: not arrives)
+    assert cache.confirm(request, 0, arrived=True) is arrives
+    cache.check_invariants()
+    cache.commit(request, 32)
+    cache.release(request)
+    cache.check_invariants()
+    if is_near:
+        cache.release(first)
+
+
+def test_a_refusal_while_it_would_run_ahead_is_not_replayed_as_another(
+    cache: PrefixCacheManager, tmp_path: Path
+) -> None:
+    """It changes nothing, while a refusal without `ahead_of_loads` settles the match."""
+    held = Held(cache)
+    request, other = Request(request_id="again", prompt_token_ids=TEXT), Request(request_id="o", prompt_token_ids=[9])
+    match = cache.match(request)
+    cache.match(other)
+    with pytest.raises(OutOfBlocksError):
+        cache.rows.allocate(request, 13, ahead_of_loads=True)
+    held.go()
+    assert match.poll().num_tokens == 16
+    cache.rows.allocate(request, 1)
+    cache.commit(request, 18)
+    for each in (request, other):
+        cache.release(each)
+    outcome = replayed(cache, tmp_path / "ahead.flight")
+    assert not outcome.num_different, [str(each) for each in outcome.differences]

@@ -11,7 +11,6 @@ import pytest
 
 from fastdeploy_cache import Match, PrefixCacheManager, Request
 from fastdeploy_cache.books.block_pool import REQUEST, TASK
-from fastdeploy_cache.errors import OutOfBlocksError
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.float64_engine import Float64Engine, serve
@@ -69,8 +68,7 @@ class TestStates:
         assert own != kept and np.array_equal(state[own], np.arange(4))
         assert cache.rows.allocate(request, 1).tables[0].block_ids == []
         state[own] = 0
-        fresh = cache.rows.snapshot(request, 20, [own]) if request.num_tokens >= 20 else None
-        assert fresh is None and np.array_equal(state[kept], np.arange(4))
+        assert np.array_equal(state[kept], np.arange(4))
         cache.commit(request, 18)
         cache.check_invariants()
         cache.release(request)
@@ -139,6 +137,76 @@ class TestStates:
         assert (match.poll().num_tokens, match.poll().num_cpu_tokens) == (16, 16)
         cache.release(request)
 
+    @pytest.mark.parametrize("fails", ["the full KV", "the checkpoint", "both"])
+    def test_a_failed_load_leaves_it_at_the_checkpoint_that_was_there(
+        self, cache: PrefixCacheManager, fails: str
+    ) -> None:
+        """Whose state is copied then, also where the deeper checkpoint has come without its full KV."""
+        long = [*TEXT, *range(50, 64)]
+        first, match = match_of(cache, "text first")
+        assert match.poll().num_tokens == 16
+        cache.rows.allocate(first, 1)
+        goes_on = Request(request_id="long", prompt_token_ids=long)
+        match = cache.match(goes_on).wait(SECONDS)
+        new = cache.rows.allocate(goes_on, 4)
+        assert new.tables[0].block_ids == []
+        (own,) = match.tables[0].block_ids
+        cache.rows.snapshot(goes_on, 28, [own])
+        cache.commit(goes_on, 32)
+        cache.release(goes_on)
+        cache.release(first)
+        for number in range(6):
+            cache.release(computed(cache, f"other {number}", [100 + number] * 18))
+        first, match = match_of(cache, "text again")
+        assert match.wait(SECONDS).num_tokens == 16
+        held = Held(cache)
+        request, match = match_of(cache, "long again", long)
+        assert match.num_coming_tokens and len(held.tasks) == 2
+        held.go(lambda task: fails == "both" or bool(task.units) == (fails == "the checkpoint"))
+        assert match.wait(SECONDS).num_tokens == 16
+        for each in (request, first):
+            cache.release(each)
+
+    @pytest.mark.parametrize("way", ["call", "release in the call"])
+    def test_who_asks_to_be_called_after_its_loads_have_come_is_called_after_the_copy(
+        self, cache: PrefixCacheManager, way: str
+    ) -> None:
+        """Loads that are done at once bring nothing that could be used; the callback may let the request go."""
+        for number in range(6):
+            cache.release(computed(cache, f"other {number}", [100 + number] * 18))
+        request, match = match_of(cache, "again")
+        seen = list[tuple[bool, int]]()
+
+        def call() -> None:
+            now = match.poll()
+            seen.append((now.ready, now.num_tokens))
+            if way != "call":
+                cache.release(request)
+
+        match.on_ready(call)
+        assert seen == [(True, 16)]
+        if way == "call":
+            cache.release(request)
+
+    def test_who_waits_is_called_where_there_is_no_memory_for_the_copy(
+        self, cache: PrefixCacheManager, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nobody else would call it."""
+        for number in range(6):
+            cache.release(computed(cache, f"other {number}", [100 + number] * 18))
+        held, called = Held(cache), threading.Event()
+        request, match = match_of(cache, "again")
+        match.on_ready(called.set)
+
+        def fail(*_: object) -> bool:
+            raise MemoryError
+
+        with monkeypatch.context() as patched:
+            patched.setattr(cache._requests.matcher, "copy_state", fail)
+            held.go()
+        assert called.is_set() and match.poll().num_coming_tokens == 16
+        cache.release(request)
+
     @pytest.mark.parametrize("end", ["release", "reset"])
     def test_it_goes_while_its_state_is_copied(self, cache: PrefixCacheManager, end: str) -> None:
         """What the copy holds is free when the rank has answered, and not before."""
@@ -146,7 +214,7 @@ class TestStates:
         request, match = match_of(cache, "again")
         if end == "reset":
             cache.reset()
-            assert match.poll().num_coming_tokens in (0, 16)
+            assert match.poll().num_tokens == 0
         cache.release(request)
         cache.check_invariants()
         rows = cache._books.rows
@@ -260,15 +328,17 @@ class TestWindows:
             cache.release(request)
             assert_nothing_left(cache)
 
-    def test_without_a_unit_it_is_computed(self, windows: PrefixCacheManager) -> None:
-        """What runs holds them all."""
-        request, match = match_of(windows, "runs", [9] * 40)
-        with pytest.raises(OutOfBlocksError):
-            windows.rows.allocate(request, 99)
-        windows.release(request)
-        held = Held(windows, (TaskKind.COPY,))
-        request, match = match_of(windows, "again", WHOLE)
-        windows.release(request)
-        windows.check_invariants()
-        held.go()
-        assert match.num_tokens == 12
+    def test_without_a_unit_it_is_computed(self) -> None:
+        """A request that runs holds all but those of the very checkpoint, which is no room for a copy of itself."""
+        with manager(ONLY_WINDOW, recompute_last_token=True, num_gpu_blocks=40, num_gpu_units=(9,)) as cache:
+            cache_whole(cache)
+            running = Request(request_id="runs", prompt_token_ids=[9] * 40)
+            cache.match(running)
+            rows = cache._books.rows
+            assert rows is not None
+            cache.rows.allocate(running, rows.checkpoints.pools[0].pool.num_free)
+            request, match = match_of(cache, "again", WHOLE)
+            assert (match.ready, match.num_tokens) == (True, 12)
+            cache.release(running)
+            cache.release(request)
+            assert_nothing_left(cache)

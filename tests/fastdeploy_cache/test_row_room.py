@@ -9,6 +9,7 @@ import pytest
 
 from fastdeploy_cache import Match, PrefixCacheManager, Request
 from fastdeploy_cache.books.causes import Cause
+from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.errors import OutOfBlocksError
 from fastdeploy_cache.requests.tables import RowBlocks
 from fastdeploy_cache.transfer_manager.task import TaskKind
@@ -142,3 +143,64 @@ def test_what_copies_do_not_hold_is_not_waited_for(held: Held) -> None:
     assert refused.value.coming < refused.value.missing
     for each in (*runs, request):
         cache.release(each)
+
+
+@pytest.mark.parametrize("what", ["a load", "a copy of a state"])
+def test_what_nobody_waits_for_any_more_is_coming(what: str) -> None:
+    """Its match was settled without it: its units are room as soon as it has ended, and the refusal says so."""
+    fields = {"num_gpu_blocks": 40, "num_gpu_units": (5, 40), "state_copy": what != "a load"}
+    with manager(**TIER, **fields) as cache:
+        cache.release(computed(cache, "text", TEXT))
+        for number in range(9 if what == "a load" else 0):
+            cache.release(computed(cache, f"other {number}", [50 + number] * 18))
+        held = Held(cache, (TaskKind.SWAP_IN, TaskKind.COPY))
+        request, match = match_text_of(cache, "again")
+        assert match.num_coming_tokens == 16
+        cache.rows.allocate(request, 5)  # it does without
+        live = [request]
+        with pytest.raises(OutOfBlocksError, match="wait for the copies in flight") as refused:
+            for number in range(9):
+                live.append(ask(cache, f"runs {number}", [number] * 2))
+                cache.rows.allocate(live[-1], 1)
+        assert refused.value.row == "state" and refused.value.coming == (1 if what == "a load" else 2)  # and its source
+        held.go()
+        cache.rows.allocate(live[-1], 1)
+        for each in live:
+            cache.release(each)
+        cache.check_invariants()
+
+
+def match_text_of(cache: PrefixCacheManager, name: str) -> tuple[Request, Match]:
+    request = Request(request_id=name, prompt_token_ids=TEXT)
+    return request, cache.match(request)
+
+
+def test_two_loads_of_one_turn_are_not_promised_the_same_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane has three places, and two matches get room at once: the second is not begun by half."""
+    other = [7] * 18
+    with manager(**TIER, num_gpu_blocks=40, num_gpu_units=(7, 60)) as cache:
+        for name, tokens in (("text", TEXT), ("other", other)):
+            cache.release(computed(cache, name, tokens))
+        for number in range(9):
+            cache.release(computed(cache, f"first {number}", [50 + number] * 18))
+        held = Held(cache, (TaskKind.SWAP_IN, TaskKind.SWAP_OUT))
+        for number in range(4):
+            cache.release(computed(cache, f"then {number}", [100 + number] * 18))
+        running = ask(cache, "runs", [1] * 10)
+        cache.rows.allocate(running, cache._books.residency.num_available(GPU) - 4)
+
+        def has_room(kind: TaskKind, num_tasks: int = 1) -> bool:
+            num_loads = len([task for task in held.tasks if task.kind is TaskKind.SWAP_IN])
+            return kind is not TaskKind.SWAP_IN or num_loads + num_tasks <= 3
+
+        monkeypatch.setattr(cache._movement.client, "has_room", has_room)
+        requests = [Request(request_id=str(number), prompt_token_ids=each) for number, each in enumerate((TEXT, other))]
+        for each in requests:
+            assert cache.match(each).num_coming_tokens == 16
+        cache.release(running)
+        assert held.num_loads == 2, "one whole load"
+        for each in requests:
+            cache.release(each)
+        held.go()
+        held.go()
+        cache.check_invariants()

@@ -289,6 +289,31 @@ ALL = (
         "a receive that got no memory keeps its pin",
         ("peers.receives", "PeerReceives.begin", "tree.move_pin(pin, None, 0)\n        raise", "raise"),
     ),
+    # -- rows of a hybrid model
+    _planted(
+        "a window is a unit short",
+        ("requests.anchors", "Anchors._slide", "gone = first - rows", "gone = 1 + first - rows"),
+    ),
+    _planted(
+        "a state is written where a checkpoint has it",
+        ("requests.snapshots", "Snapshots.replace_slots", "return slots", "return old"),
+    ),
+    _planted(
+        "a match ends at a checkpoint that has not come",
+        ("requests.row_matches", "RowMatches._reached", "each.units is not None", "True"),
+    ),
+    _planted(
+        "a unit goes with the first of its checkpoints",
+        ("books.unit_pool", "UnitPool.let_go", "if not num_left:", "if True:"),
+    ),
+    _planted(
+        "a failed load of a checkpoint lands",
+        ("books.row_books", "RowBooks.end_units", "if succeeded and", "if"),
+    ),
+    _planted(
+        "an image goes while it is read",
+        ("movement.images", "ImageMover._start", "self._rows.checkpoints.pin(checkpoint)", "pass"),
+    ),
 )
 
 # Seen by the order of things, long before a byte is wrong: see `order_oracles` and `tests/model`

@@ -19,7 +19,7 @@ from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.faults.drawing import new_story
 from fastdeploy_cache.launch.faults.fault_kinds import FAULTS
 from fastdeploy_cache.launch.faults.search import ALL_FAULTS, FoundStory, as_test, run_story, shortest
-from fastdeploy_cache.launch.faults.story import ACTS, from_json, to_json
+from fastdeploy_cache.launch.faults.story import ACTS, Settings, from_json, to_json
 from fastdeploy_cache.launch.faults.user import StoryUser
 from fastdeploy_cache.launch.faults.world import StoryFinding
 from tests.simulation.planted import named
@@ -107,9 +107,10 @@ def test_what_is_no_story_is_refused(damage: object, why: str) -> None:
 
 def test_each_act_and_fault_can_be_done() -> None:
     """What stories are drawn from is what users and the machine know."""
-    engine: Any = SimpleNamespace(world=SimpleNamespace(host=SimpleNamespace(sleep=None)))
     cache: Any = SimpleNamespace(blocks=None)
-    assert set(ACTS) == set(StoryUser(engine, 0, cache)._acts)
+    for settings in (Settings(), Settings(num_units=(8, 20), has_store=False)):
+        engine: Any = SimpleNamespace(settings=settings, world=SimpleNamespace(host=SimpleNamespace(sleep=None)))
+        assert set(ACTS) == set(StoryUser(engine, 0, cache)._acts)
     assert set(ALL_FAULTS) == set(FAULTS)
 
 
