@@ -9,15 +9,18 @@ import pytest
 from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.books.leaves.policy import EvictionPolicy, LeastRecentlyUsed
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.requests.loads import MatchLoads
 from fastdeploy_cache.requests.row_verbs import RowVerbs
 from tests.rigs.row_story import RowStory
 from tests.rigs.sites import OutOfMemoryError, OutsideError, Site, Tracer, methods, traced
 
 NUM_STEPS = 160
 WITH_CPU = 4  # the story with a CPU tier, from which it loads checkpoints
+IN_PLACE, IN_PLACE_WITH_CPU = 5, 7  # states are copied for kernels that write in place
 VERBS = (
     (PrefixCacheManager, ("match", "commit", "release", "prefetch", "reset")),
     (RowVerbs, ("allocate", "step", "snapshot")),
+    (MatchLoads, ("poll",)),
 )
 
 
@@ -39,7 +42,8 @@ def tracer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracer]:
 
 def play(tracer: Tracer, seed: int, armed: tuple[Site, int] | None) -> None:
     """A whole story, in which one call fails."""
-    story = RowStory(seed, tick, 40 * (seed == WITH_CPU))
+    num_cpu_blocks = 40 * (seed in (WITH_CPU, IN_PLACE_WITH_CPU))
+    story = RowStory(seed, tick, num_cpu_blocks, state_copy=seed in (IN_PLACE, IN_PLACE_WITH_CPU))
     tracer.begin(armed)
     try:
         for _ in range(NUM_STEPS):
@@ -49,13 +53,14 @@ def play(tracer: Tracer, seed: int, armed: tuple[Site, int] | None) -> None:
                 story.check()
             except OutsideError as error:
                 raise AssertionError(f"{error} reached the engine") from error
-        assert armed is not None or seed != WITH_CPU or story.num_loaded >= 3, "hardly a checkpoint was loaded"
+        assert armed is not None or not num_cpu_blocks or story.num_loaded >= 3, "hardly a checkpoint was loaded"
+        assert armed is not None or seed < IN_PLACE or story.num_copied >= 3, "hardly a state was copied"
     finally:
         tracer.end()
         story.finish()
 
 
-@pytest.mark.parametrize("seed", [1, 2, WITH_CPU])
+@pytest.mark.parametrize("seed", [1, 2, WITH_CPU, IN_PLACE, IN_PLACE_WITH_CPU])
 def test_whatever_fails_beside_a_verb_of_rows(tracer: Tracer, seed: int) -> None:
     """After each failure the story goes on: no unit or state but the right one is read, and nothing is left behind."""
     play(tracer, seed, None)

@@ -32,16 +32,19 @@ class Served:
 class RowStory:
     """Steps of such an engine, the same each time. A verb that raises `MemoryError` has changed nothing."""
 
-    def __init__(self, seed: int, clock: Callable[[], float], num_cpu_blocks: int = 0) -> None:
-        units = (3, 8) if num_cpu_blocks else (8, 14)
+    def __init__(
+        self, seed: int, clock: Callable[[], float], num_cpu_blocks: int = 0, *, state_copy: bool = False
+    ) -> None:
+        """`state_copy`: its kernels write a state where they read it."""
+        units = (3 + 2 * state_copy, 8) if num_cpu_blocks else (8, 14)
         config = CacheConfig(
             block_size=SIZE, num_gpu_blocks=24, layout=BOTH, transfer_client="inline", num_gpu_units=units,
             checkpoint_every_tokens=8, checkpoints_per_path=2, num_cpu_blocks=num_cpu_blocks,
-            cpu_write_policy="write_through",
+            cpu_write_policy="write_through", state_copy=state_copy,
         )  # fmt: skip
         self.cache = PrefixCacheManager(config, clock=clock)
         self._pages: dict[int, list[list[tuple[int, ...] | None]]] = {}  # by its first page, what an image holds
-        self.num_loaded = 0
+        self.num_loaded = self.num_copied = 0
         self._follow_images()
         layout = config.rank_layout()
         assert layout is not None
@@ -64,6 +67,11 @@ class RowStory:
                 image = self._pages[int(task.source_ids[0])]
                 for row, ids, contents in zip(self._memory, task.units, image, strict=True):
                     row.update({int(unit): each for unit, each in zip(ids, contents, strict=True) if each is not None})
+            if task.kind is TaskKind.COPY and task.row:
+                self.num_copied += 1
+                self._memory[task.row - 1][int(task.destination_ids[0])] = self._memory[task.row - 1][
+                    int(task.source_ids[0])
+                ]
             submit(task)
 
         client.submit = moved
@@ -98,11 +106,18 @@ class RowStory:
 
     def _start(self, request: Request) -> None:
         match = self.cache.match(request)
-        if match.num_coming_tokens and self._choose.random() < 0.9:  # else it goes on with what was there
-            match = match.poll()
+        try:
+            for _ in range(2):  # a load, and the copy of what it has brought
+                if match.num_coming_tokens and self._choose.random() < 0.9:  # else it goes on with what was there
+                    match = match.poll()
+        except BaseException:
+            self.cache.release(request)
+            raise
         served = Served(request, len(match.block_ids), match.num_tokens, [{} for _ in self._rows])
         self._note(served, match.tables)
         served.read_slot = match.tables[0].block_ids[0] if match.num_tokens else -1
+        if self.cache.config.state_copy:
+            served.slot = served.read_slot
         self._going.append(served)
         self._read(served)
         self._allocate(served, -(-request.num_tokens // SIZE) - served.num_blocks)
