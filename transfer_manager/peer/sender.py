@@ -80,10 +80,10 @@ class Sender:
     def __init__(
         self, instance_id: bytes, num_layers: int, silence_seconds: float, put: Put, read_step: Callable[[], int]
     ) -> None:
-        """`read_step` gives the step's word as it is now. It is read when something is said of it, never kept.
+        """`read_step` gives the step's word as it is now. It is read whenever something is said of it.
 
-        A word that was kept could be older than the engine's message: the model marks a layer, and the engine ends
-        the request, both after the word was read and before the message was taken. The failure then named layer 0.
+        One that was read before could be older than the engine's message: the model marks a layer, and the engine ends
+        the request, both after that look and before the message was taken. The failure then named layer 0.
         """
         self._instance_id, self._num_layers, self._silence_seconds = instance_id, num_layers, silence_seconds
         self._put, self._read_step = put, read_step
