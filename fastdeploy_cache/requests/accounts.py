@@ -193,7 +193,8 @@ class Accounts:
         if active.rows is None:
             parts.append((Cause.PARTIAL, end - first, None, 0.0, "it lies in an image"))
         else:
-            at_last = f"the last checkpoint lies behind {active.trail.num_whole_blocks} blocks"
+            num_whole = active.trail.num_whole_blocks
+            at_last = f"the last checkpoint lies behind {num_whole} blocks" if num_whole else "none lies in front of it"
             parts.append((Cause.UNANCHORED, end - first, None, 0.0, at_last))
         return [part for part in parts if part[1] > 0]
 

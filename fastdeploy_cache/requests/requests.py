@@ -316,7 +316,7 @@ class Requests:
         """See `PrefixCacheManager.release`."""
         loads = active.loads
         if active.phase is AHEAD:
-            self.ahead.end(active, arrived=False)
+            self.ahead.end(active, arrived=False, is_told=False)
         elif active.phase is WAITING:
             self.matcher.settle(active)
         if active.ahead:

@@ -22,15 +22,15 @@ class RowCopies:
         shapes = rows.checkpoints.sizes.rows
         self._states = [number for number, row in enumerate(shapes) if row.kind == "state"]
         self._windows = [number for number, row in enumerate(shapes) if row.kind != "state"]
-        self._copies_states = copies_states
+        self.copies_states = copies_states
 
     def is_due(self, active: ActiveRequest) -> bool:
         """Whether the state has to be copied before the request can go on."""
-        return self._copies_states and not rows_of(active).copies
+        return self.copies_states and not rows_of(active).copies
 
     def is_ready(self, rows: RequestRows, checkpoint: Checkpoint) -> bool:
         """Whether a request can go on at a checkpoint of its match that is on the GPU."""
-        return not self._copies_states or any(each.checkpoint is checkpoint and each.has_landed for each in rows.copies)
+        return not self.copies_states or any(each.checkpoint is checkpoint and each.has_landed for each in rows.copies)
 
     def start_states(self, active: ActiveRequest, checkpoint: Checkpoint) -> bool:
         """Copy its state; False where there is no slot for it, or no place in the queue."""
@@ -62,7 +62,7 @@ class RowCopies:
 
     def take_states(self, rows: RequestRows) -> None:
         """It goes on in slots of its own, if its states are copied. All of it or, on `MemoryError`, nothing."""
-        if self._copies_states:
+        if self.copies_states:
             tables, matched = [*rows.tables], [*rows.matched]
             for copy in rows.copies:
                 # Copies: what the task has read its ids from is not to be made shorter.
@@ -71,10 +71,12 @@ class RowCopies:
 
     def take_windows(self, rows: RequestRows) -> None:
         """The last unit of each window is its own copy. All of it or, on `MemoryError`, nothing."""
-        tables, matched = [*rows.tables], [*rows.matched]
+        tables, matched = [*rows.tables], [*(rows.matched or rows.tables)]  # in front of one block there is none
+        firsts = rows.matched_firsts or tuple(rows.firsts)
         for copy in rows.copies:
             tables[copy.number], matched[copy.number] = tables[copy.number] + copy.own, matched[copy.number] + copy.own
         self._take(rows, tables, matched)
+        rows.matched_firsts = firsts
 
     @staticmethod
     def _take(rows: RequestRows, tables: list[array[int]], matched: list[array[int]]) -> None:

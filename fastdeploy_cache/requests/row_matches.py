@@ -117,6 +117,8 @@ class RowMatches:
         rows = rows_of(active)
         if rows.num_fixed is not None:
             return min(num_blocks, rows.num_fixed)
+        if active.phase is VOID:
+            return min(num_blocks, active.num_matched_blocks)
         reached = self._reached(rows, num_blocks)
         return num_blocks if rows_of(active).goal is None else reached.boundary if reached is not None else 0
 
@@ -186,10 +188,17 @@ class RowMatches:
         reached, goal = self._reached(rows, num_blocks), rows.goal
         return reached is goal is not None and self._rows.checkpoints.unit_ids(goal) == list(rows.matched)
 
-    def end_ahead(self, active: ActiveRequest, num_blocks: int) -> None:
-        """It runs ahead of nothing any more, and keeps the deepest checkpoint that is there. Needs no memory."""
+    def confirmed(self, active: ActiveRequest) -> None:
+        """It has gone on at its checkpoint, and needs no other. Needs no memory."""
         rows = rows_of(active)
-        give_up(self._rows.checkpoints, rows, self._reached(rows, num_blocks))
+        give_up(self._rows.checkpoints, rows, rows.goal)
+
+    @staticmethod
+    def end_ahead(active: ActiveRequest) -> None:
+        """It publishes nothing, and keeps all that it has read, or reads still: until its release its pin stays as deep
+        as it was, and so do its checkpoints. Needs no memory."""
+        rows = rows_of(active)
+        rows.goal = rows.base = None
 
     def loading(self, active: ActiveRequest) -> Transfer | None:
         """The load that brings the checkpoint which its match waits for."""
@@ -206,7 +215,7 @@ class RowMatches:
         rows = rows_of(active)
         firsts, tables = rows.matched_firsts, rows.matched
         if active.phase is VOID:
-            reached = rows.anchors[-1] if rows.anchors else None
+            reached = next((each for each in rows.anchors if each.boundary == num_blocks and each.units), None)
         else:  # one that runs ahead has those of its goal already
             reached = self._reached(rows, num_blocks) if rows.goal is not None and not active.is_ahead else None
         if reached is not None:

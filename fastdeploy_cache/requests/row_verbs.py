@@ -114,10 +114,11 @@ class RowVerbs:
 
     def _allocate(self, request: Request, num_blocks: int, ahead_of_loads: bool) -> RowBlocks:
         self._books.check_awake()
-        active = self._requests.active(request)
-        self._anchors()
+        active, anchors = self._requests.active(request), self._anchors()
         if num_blocks < 0:
             raise RequestError(f"allocate of {num_blocks} blocks for {request.request_id!r}; give 0 or more")
+        if anchors.matches.copies.copies_states:  # a state is copied when it has come: nothing runs ahead of that
+            ahead_of_loads = False
         new = self._allocation.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads)
         try:
             self._requests.tell_allocated(active, num_blocks, ahead_of_loads=ahead_of_loads)

@@ -41,10 +41,10 @@ class RunsAhead:
         active.num_matched_blocks = active.num_committed_blocks = len(active.block_ids)
         active.enter(AHEAD)
 
-    def end(self, active: ActiveRequest, arrived: bool) -> None:
+    def end(self, active: ActiveRequest, arrived: bool, *, is_told: bool = True) -> None:
         """Decide what has become of the request that ran ahead: settled for good, or void.
 
-        `arrived`: nobody has used a layer that was not in.
+        `arrived`: nobody has used a layer that was not in. Not `is_told`: its release comes next, and says it all.
         """
         matcher = self._matcher
         came = arrived and all(transfer.succeeded for transfer in active.ahead) and not matcher.is_lost(active)
@@ -54,16 +54,19 @@ class RunsAhead:
         stop_waiting(active)
         self._accounts.loaded(active)
         active.enter(SETTLED if came else VOID)
-        if self._listener is not None:
+        if is_told and self._listener is not None:
             self._listener.note((CONFIRMED, active.trail.number, arrived))
-        if matches is not None:
-            matches.end_ahead(active, len(ids))
         if came and is_whole and len(ids) == active.num_pinned_blocks:
+            if matches is not None:
+                matches.confirmed(active)
             return
         active.is_detached = True
         if not came:
             active.num_matched_blocks = active.num_readable_blocks
-        matcher.cut(active, path, len(ids))
+        if matches is not None:
+            matches.end_ahead(active)
+        else:
+            matcher.cut(active, path, len(ids))
 
     def leave(self, active: ActiveRequest) -> None:
         """The request uses no block of its loads any more."""

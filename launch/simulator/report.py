@@ -39,7 +39,8 @@ def show(console: Console, found: dict[str, Any]) -> None:
     for bound in found["bounds"]:
         rate = bound["clairvoyant_token_hit_rate"]
         console.print(f"No policy hits more than {rate:.2%} with {bound['blocks']} blocks in one tier (clairvoyant)")
-    console.print(f"A cache that never evicts hits {found['infinite_token_hit_rate']:.2%}")
+    whose = "A cache of a uniform model" if found["rows"] else "A cache"
+    console.print(f"{whose} that never evicts hits {found['infinite_token_hit_rate']:.2%}")
     num_too_long = max(row["too_long_requests"] for row in found["results"])
     if num_too_long:
         console.print(f"{num_too_long} prompts did not fit into the smallest GPU tier: they count as misses there")

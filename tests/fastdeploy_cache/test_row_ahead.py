@@ -236,3 +236,34 @@ def test_a_refusal_while_it_would_run_ahead_is_not_replayed_as_another(
         cache.release(each)
     outcome = replayed(cache, tmp_path / "ahead.flight")
     assert not outcome.num_different, [str(each) for each in outcome.differences]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("first", ["the full KV", "the checkpoint"])
+def test_a_reset_between_its_loads_gives_nothing_out_that_it_reads(
+    cache: PrefixCacheManager, first: str, fails: bool
+) -> None:
+    """What has come belongs to a past of the cache, and is the request's until its release, however the rest ends."""
+    held = Held(cache)
+    request, match, new = run_ahead(cache, "again", TEXT)
+    waiting = held.tasks
+    held.tasks = [task for task in waiting if bool(task.units) == (first == "the checkpoint")]
+    rest = [task for task in waiting if task not in held.tasks]
+    held.go()
+    cache.reset()
+    held.tasks = rest
+    held.go(lambda _: fails)
+    assert cache.confirm(request, 0, arrived=True) is not fails
+    cache.check_invariants()
+    read = {*match.coming_block_ids, *new.block_ids}
+    units = [{*seen.block_ids, *own.block_ids} for seen, own in zip(match.tables, new.tables, strict=True)]
+    others = list[Request]()
+    with pytest.raises(OutOfBlocksError):
+        while True:
+            others.append(Request(request_id=f"takes {len(others)}", prompt_token_ids=[len(others)] * 4))
+            cache.match(others[-1])
+            given = cache.rows.allocate(others[-1], 1)
+            assert not read & set(given.block_ids)
+            assert not any(mine & set(table.block_ids) for mine, table in zip(units, given.tables, strict=True))
+    for each in (*others, request):
+        cache.release(each)

@@ -232,6 +232,21 @@ class TestStates:
         held.go()
         cache.release(request)
 
+    def test_a_copy_that_nobody_has_seen_is_room_for_its_own_request(self, cache: PrefixCacheManager) -> None:
+        """Also where it asks to run ahead, which it does not."""
+        others = [Request(request_id=f"runs {number}", prompt_token_ids=[number] * 5) for number in range(4)]
+        for each in others:
+            cache.match(each)
+            cache.rows.allocate(each, 2)
+        held = Held(cache, (TaskKind.COPY,))
+        request, match = match_of(cache, "again")
+        assert match.num_coming_tokens == 16
+        held.go()
+        new = cache.rows.allocate(request, 1, ahead_of_loads=True)
+        assert len(new.tables[0].block_ids) == 1 and match.poll().num_tokens == 0
+        for each in (*others, request):
+            cache.release(each)
+
 
 @pytest.mark.parametrize("fields", [{}, {"num_cpu_blocks": 160}], ids=["gpu", "tiers"])
 def test_a_model_that_writes_in_place(fields: dict[str, Any]) -> None:
@@ -309,6 +324,23 @@ class TestWindows:
         match = match.poll()
         assert (match.num_tokens, len(match.block_ids)) == (12, 3)
         windows.release(request)
+
+    def test_a_prompt_of_one_block_is_copied_whole(self) -> None:
+        """No checkpoint lies in front of it, and none is needed."""
+        with manager(ONLY_WINDOW, recompute_last_token=True) as cache:
+            first = Request(request_id="first", prompt_token_ids=TEXT[:4])
+            cache.match(first)
+            cache.rows.allocate(first, 1)
+            cache.commit(first, 4)
+            cache.release(first)
+            request, match = match_of(cache, "again", TEXT[:4])
+            match = match.wait(SECONDS)
+            assert (match.num_tokens, len(match.block_ids)) == (3, 1)
+            assert [(table.first_block, len(table.block_ids)) for table in match.tables] == [(0, 1)]
+            cache.check_invariants()
+            cache.commit(request, 4)
+            cache.release(request)
+            assert_nothing_left(cache)
 
     def test_without_a_checkpoint_at_the_end_the_block_is_computed(self) -> None:
         """An answer went on from there: the last unit of the window has slid out."""

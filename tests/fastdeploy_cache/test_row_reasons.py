@@ -62,7 +62,7 @@ def no_units(cache: PrefixCacheManager) -> list[Request]:
 
 REASONS: dict[str, tuple[Callable[[PrefixCacheManager], list[Request]], dict[str, Any], str, str]] = {
     "no checkpoint": (no_checkpoint, {}, "unanchored", "could go on"),
-    "on another path": (other_path, {"num_gpu_blocks": 64}, "unanchored", "the last checkpoint lies behind 0 blocks"),
+    "on another path": (other_path, {"num_gpu_blocks": 64}, "unanchored", "none lies in front of it"),
     "row short": (
         pushed_out,  # there are blocks for all prompts, and states for few
         {"num_gpu_blocks": 200, "num_gpu_units": (3, 100)},

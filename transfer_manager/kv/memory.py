@@ -111,7 +111,13 @@ class KVMemory:
 
         Raises:
             NotEnoughMemoryError: they do not fit; nothing was taken.
+            LayoutError: of a hybrid model, without numbers of units: give `CacheConfig.rank_layout()`.
         """
+        if len(layout.num_units) < len(layout.rows) - 1:
+            raise LayoutError(
+                f"the layout has {len(layout.rows) - 1} rows behind the full one, and no numbers of their units; give "
+                "`config.rank_layout()` instead of `layout.for_rank(...)`"
+            )
         memory = SharedArray.create(name, layout.gpu_bytes(num_gpu_blocks))
         return cls(layout, num_gpu_blocks, [memory], layout.places(num_gpu_blocks))
 
