@@ -144,7 +144,8 @@ class Anchors:
     def _is_found(self, active: ActiveRequest) -> bool:
         """Whether what it has committed is what its pin holds, and is found by others."""
         is_current = active.generation >= self._tree.generations.last_reset
-        return is_current and active.pin is not None and active.num_pinned_blocks == active.num_committed_blocks
+        is_whole = active.pin is not None and active.num_pinned_blocks == active.num_committed_blocks
+        return is_current and is_whole and not active.is_detached
 
     def _slide(self, active: ActiveRequest) -> None:
         """Free what lies in front of every position that is read any more, and let checkpoints go that lie there."""

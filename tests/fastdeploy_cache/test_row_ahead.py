@@ -14,7 +14,7 @@ from fastdeploy_cache.requests.match import Match
 from fastdeploy_cache.requests.tables import RowBlocks
 from fastdeploy_cache.transfer_manager.task import TransferTask
 from tests.rigs.held_tasks import Held
-from tests.rigs.hybrid_requests import TEXT, computed, manager
+from tests.rigs.hybrid_requests import ONLY_WINDOW, TEXT, computed, manager
 from tests.rigs.row_flight import replayed
 
 LONG = [*TEXT, *range(50, 64)]  # goes on behind TEXT: eight blocks
@@ -31,6 +31,7 @@ def cache() -> Iterator[PrefixCacheManager]:
             made.release(computed(made, f"other {number}", [100 + number] * 18))
         yield made
         made.check_invariants()
+        assert not any(made.stats().num_failed_steps.values())
         rows = made._books.rows
         assert rows is not None and not any(pool.pool.count(TASK) for pool in rows.checkpoints.pools)
         assert not made.stats().num_transfers_in_flight
@@ -267,3 +268,24 @@ def test_a_reset_between_its_loads_gives_nothing_out_that_it_reads(
             assert not any(mine & set(table.block_ids) for mine, table in zip(units, given.tables, strict=True))
     for each in (*others, request):
         cache.release(each)
+
+
+def test_one_with_windows_alone_makes_no_checkpoint_of_what_did_not_come() -> None:
+    """Its units are the task's until its release."""
+    fields = {**FIELDS, "num_gpu_units": (14,)}
+    with manager(ONLY_WINDOW, **fields) as cache:
+        for number in (0, *range(100, 106)):
+            first = Request(request_id=f"first {number}", prompt_token_ids=[number] * 18)
+            cache.match(first)
+            cache.rows.allocate(first, 5)
+            cache.commit(first, 18)
+            cache.release(first)
+        held = Held(cache)
+        request, match, _ = run_ahead(cache, "again", [0] * 18)
+        assert match.num_coming_tokens == 16
+        held.go(lambda _: True)
+        assert not cache.confirm(request, 0, arrived=True)
+        cache.commit(request, 18)
+        cache.release(request)
+        cache.check_invariants()
+        assert not any(cache.stats().num_failed_steps.values())
