@@ -44,17 +44,20 @@ class UnitCopy:
         return 0
 
     def end(self, succeeded: bool) -> None:
-        """The unit is its request's, if that still waits for it."""
+        """The unit is its request's, if that still waits for it. Without memory it has come in vain."""
         pool = self._rows.checkpoints.pools[self.number].pool
         (pin,), self.pins = self.pins, ()
         self._rows.checkpoints.unpin(self.checkpoint)  # first: its path is pinned as long as it is
         self._books.tree.unpin(pin)
         if succeeded and self.is_wanted:
-            pool.hand_over(self.own, TASK, REQUEST)
-            self.has_landed = True
-        else:
-            pool.free_each(self.own, TASK)
-            self.is_wanted = False
+            try:
+                pool.hand_over(self.own, TASK, REQUEST)
+                self.has_landed = True
+                return
+            except MemoryError:
+                self._books.mishaps.note("landing")
+        pool.free_each(self.own, TASK)
+        self.is_wanted = False
 
     def give_up(self) -> None:
         """Nobody wants it any more. Needs no memory."""

@@ -99,6 +99,24 @@ class TestStates:
         assert match.poll().num_tokens == 16
         cache.release(request)
 
+    def test_a_copy_that_has_come_without_memory_to_note_it_is_no_hit(
+        self, cache: PrefixCacheManager, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its slot is nobody's again."""
+        held = Held(cache, (TaskKind.COPY,))
+        request, match = match_of(cache, "again")
+        rows = cache._books.rows
+        assert rows is not None
+
+        def fail(*_: object) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as patched:
+            patched.setattr(rows.checkpoints.pools[0].pool, "hand_over", fail)
+            held.go()
+        assert match.poll().num_tokens == 0
+        cache.release(request)
+
     def test_without_a_slot_there_is_no_hit(self, cache: PrefixCacheManager) -> None:
         """`explain` says what was missing."""
         others = [Request(request_id=f"runs {number}", prompt_token_ids=[number] * 5) for number in range(5)]
