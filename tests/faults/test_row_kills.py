@@ -87,7 +87,7 @@ def test_ranks_are_killed_in_loads_and_stores(policy: str) -> None:
         engine.disturb = lambda: None
         killer.end()
         assert engine.cache.wait_for_transfers(WAIT_SECONDS)
-        assert killer.num_in_flight > killer.num_kills // 3, "hardly a kill has met a copy"
+        assert killer.num_in_flight > killer.num_kills // 8, "hardly a kill has met a copy"
         assert engine.num_cpu_tokens > 0 and engine.num_hits > 0 and engine.num_ahead > 0
         engine.cache.check_invariants()
         rows = engine.cache._books.rows
