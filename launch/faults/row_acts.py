@@ -10,9 +10,8 @@ from fastdeploy_cache import Match, PrefixCacheManager, Request
 from fastdeploy_cache.errors import LifeCycleError, OutOfBlocksError, PromptTooLongError
 from fastdeploy_cache.launch.faults.row_bytes import HeldRows
 from fastdeploy_cache.launch.faults.stage import GivenUpError, Home, StoryStage
-from fastdeploy_cache.launch.faults.story import BLOCK_SIZE, MAX_RUNNING, Act
+from fastdeploy_cache.launch.faults.story import BLOCK_SIZE, Act
 
-_MOST_TOKENS = 16  # of a step
 _THINK_SECONDS = 0.005
 T = TypeVar("T")
 
@@ -41,12 +40,12 @@ class RowUser(Protocol):
         """Call a verb, which has to come back in time."""
         ...
 
-    def prompt_of(self, act: Act) -> Any:
-        """One that nobody has matched."""
+    def draw_prompt(self, act: Act) -> tuple[Any, float] | None:
+        """One that nobody has matched, and how long it waits for what is coming."""
         ...
 
-    def patience_of(self, act: Act) -> float:
-        """How long it waits for what is coming."""
+    def draw_step(self, act: Act) -> tuple[Any, int] | None:
+        """Which prompt goes on, and up to which token."""
         ...
 
     def check_found(self, prompt: Any, num_tokens: int, table: list[int]) -> bool:
@@ -69,10 +68,6 @@ class RowUser(Protocol):
         """Whether all layers of what is coming have come, on every rank."""
         ...
 
-    def end(self, act: Act) -> None:
-        """A prompt is over."""
-        ...
-
     def leave(self, prompt: Any) -> None:
         """Its request is over."""
         ...
@@ -88,12 +83,11 @@ class RowActs:
     def _admit(self, act: Act) -> None:
         """See `StoryUser.admit`."""
         user = self._user
-        if len(user.running) >= MAX_RUNNING:
-            user.end(act)
+        drawn = user.draw_prompt(act)
+        if drawn is None:
             return
-        prompt, patience = user.prompt_of(act), user.patience_of(act)
+        prompt, patience = drawn
         prompt.rows = HeldRows()
-        self._engine.seen["requests"] += 1
         try:
             match = user.call("match", lambda: self._cache.match(prompt.request), of=prompt.request)
         except PromptTooLongError:
@@ -181,21 +175,12 @@ class RowActs:
 
     def _advance(self, act: Act) -> None:
         """See `StoryUser.advance`."""
-        user = self._user
-        if not user.running:
+        drawn = self._user.draw_step(act)
+        if drawn is None:
             return
-        prompt = user.running[act.first % len(user.running)]
-        rows = prompt.rows
-        if rows is None or not user.compare(prompt, prompt.num_computed, prompt.table):
-            return
-        missing = len(prompt.tokens) - prompt.num_computed
-        if not missing:
-            token, missing = act.third % 3, 1
-            prompt.tokens.append(token)
-            prompt.request.append_output([token])
-        end = prompt.num_computed + min(missing, 1 + act.second % _MOST_TOKENS)
-        if self._allocate(prompt, rows, self._cache.blocks_for(end), prompt.table):
-            self._compute(prompt, rows, end)
+        prompt, end = drawn
+        if self._allocate(prompt, prompt.rows, self._cache.blocks_for(end), prompt.table):
+            self._compute(prompt, prompt.rows, end)
 
     def _compute(self, prompt: RowPrompt, rows: HeldRows, end: int) -> None:
         """Piece by piece: each ends where the match has said that a checkpoint would pay, or a block of output ends."""

@@ -164,12 +164,10 @@ class StoryUser:
 
     def admit(self, act: Act) -> None:
         """Match a prompt, and compute it. `first`: the text, `second`: how much of it, `third`: in which way."""
-        if len(self.running) >= MAX_RUNNING:
-            self.end(act)
+        drawn = self.draw_prompt(act)
+        if drawn is None:
             return
-        prompt = self.prompt_of(act)
-        patience = self.patience_of(act)
-        self.engine.seen["requests"] += 1
+        prompt, patience = drawn
         if self.engine.settings.has_store and act.third % 4:
             fetch = self.call("prefetch", lambda: self.cache.prefetch(prompt.request))
             longer = max(patience, 0.05)  # storage is worth a wait
@@ -179,10 +177,13 @@ class StoryUser:
         if prompt.table and prompt in self.running and is_whole:
             self._compute(prompt, len(prompt.tokens))
 
-    @staticmethod
-    def patience_of(act: Act) -> float:
-        """How long it waits for what is coming."""
-        return _PATIENCE[act.third // 12 % 2][act.third % 3]
+    def draw_prompt(self, act: Act) -> tuple[Prompt, float] | None:
+        """One that nobody has matched, and how long it waits for what is coming; None where one ends instead."""
+        if len(self.running) >= MAX_RUNNING:
+            self.end(act)
+            return None
+        self.engine.seen["requests"] += 1
+        return self.prompt_of(act), _PATIENCE[act.third // 12 % 2][act.third % 3]
 
     def prompt_of(self, act: Act) -> Prompt:
         """See `admit`."""
@@ -299,23 +300,33 @@ class StoryUser:
 
     def advance(self, act: Act) -> None:
         """Compute some more. `first`: which of those that run, `second`: how many tokens more."""
-        if not self.running:
+        drawn = self.draw_step(act)
+        if drawn is None:
             return
-        prompt = self.running[act.first % len(self.running)]
-        if not self.compare(prompt, prompt.num_computed, prompt.table):
-            return
-        missing = len(prompt.tokens) - prompt.num_computed
-        if not missing:
-            token, missing = act.third % 3, 1
-            prompt.tokens.append(token)
-            prompt.request.append_output([token])
-        end = prompt.num_computed + min(missing, 1 + act.second % _MOST_TOKENS)
+        prompt, end = drawn
         new = self._allocate(prompt, self.cache.blocks_for(end) - len(prompt.table))
         if new is None:
             self.leave(prompt)
             return
         prompt.table += new
         self._compute(prompt, end)
+
+    def draw_step(self, act: Act) -> tuple[Prompt, int] | None:
+        """Which prompt goes on, and up to which token; one that is computed whole gets a token of output.
+
+        None: none runs, or its arrays have been lost meanwhile.
+        """
+        if not self.running:
+            return None
+        prompt = self.running[act.first % len(self.running)]
+        if not self.compare(prompt, prompt.num_computed, prompt.table):
+            return None
+        missing = len(prompt.tokens) - prompt.num_computed
+        if not missing:
+            token, missing = act.third % 3, 1
+            prompt.tokens.append(token)
+            prompt.request.append_output([token])
+        return prompt, prompt.num_computed + min(missing, 1 + act.second % _MOST_TOKENS)
 
     def _compute(self, prompt: Prompt, end: int) -> None:
         with self.engine.stepping:
