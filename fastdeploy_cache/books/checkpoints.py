@@ -27,7 +27,7 @@ class RowSizes:
 
     def __init__(self, rows: Sequence[Row], unit_bytes: Sequence[int], page_bytes: int) -> None:
         """`rows`: those behind the full one. `page_bytes`: of a block of the full row."""
-        self.rows, self._unit_bytes, self._page_bytes = tuple(rows), tuple(unit_bytes), page_bytes
+        self.rows, self._unit_bytes, self.page_bytes = tuple(rows), tuple(unit_bytes), page_bytes
         self._counts: dict[int, tuple[int, ...]] = {}  # by boundary: there are as many as a path has blocks
         self._parts: dict[int, tuple[slice, ...]] = {}
 
@@ -48,8 +48,12 @@ class RowSizes:
 
     def num_pages(self, boundary: int) -> int:
         """Blocks of the CPU tier that the image of a checkpoint there takes."""
+        return -(-self.image_bytes(boundary) // self.page_bytes)
+
+    def image_bytes(self, boundary: int) -> int:
+        """Bytes of that image, of one rank."""
         sizes = zip(self.counts(boundary), self._unit_bytes, strict=True)
-        return -(-sum([count * size for count, size in sizes]) // self._page_bytes)
+        return sum([count * size for count, size in sizes])
 
 
 class Checkpoints:

@@ -223,6 +223,8 @@ class CopyDown:
                 self._has_more = True  # also where the ranks are down: the next verbs look again
                 break
             num_blocks = self._make_room(min(length, num_room, self._piece_blocks), run, zone)
+            if run.parent is None or first + length > run.num_gpu:
+                break  # what went to make room, for this part or for one before, was the last checkpoint behind it
             if not num_blocks:
                 self._losses.num_declined += length
                 break

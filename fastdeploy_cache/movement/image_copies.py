@@ -34,13 +34,15 @@ class ImageCopies:
         """Start copying what checkpoints of these runs have no copy; with `into_free` only into free pages. Returns how
         many pages should have been filled and could not be."""
         wanted = [each for run in path for each in chain_of(run) if self._is_uncopied(each)]
-        num_started = 0
-        for checkpoint in wanted[:_MAX_STARTED]:
-            if not self._images.can_store or not self._images.store(checkpoint, self._room(into_free=into_free)):
-                break
+        num_started, num_pages = 0, self._checkpoints.sizes.num_pages
+        for number, checkpoint in enumerate(wanted):
+            if not self._is_uncopied(checkpoint):  # what made room for another one has taken it
+                continue
+            may_start = num_started < _MAX_STARTED and self._images.can_store
+            if not may_start or not self._images.store(checkpoint, self._room(into_free=into_free)):
+                return sum([num_pages(each.boundary) for each in wanted[number:]])
             num_started += 1
-        num_pages = self._checkpoints.sizes.num_pages
-        return sum([num_pages(each.boundary) for each in wanted[num_started:]])
+        return 0
 
     def _room(self, *, into_free: bool) -> Callable[[int], bool]:
         def has_room(num_pages: int) -> bool:

@@ -54,7 +54,8 @@ class Accounts:
 
     def __init__(self, config: CacheConfig, metrics: CacheMetrics, clock: Clock) -> None:
         self._now = clock.now
-        self._size, self._block_bytes = config.block_size, config.block_bytes() * config.transfer.tp_size
+        self._size, self._num_ranks = config.block_size, config.transfer.tp_size
+        self._block_bytes = config.block_bytes() * self._num_ranks
         self.metrics = metrics
         self._recent: deque[Account] = deque(maxlen=config.num_explained_requests)
         self.missed_tokens = [0] * len(Cause)
@@ -231,7 +232,7 @@ class Accounts:
             Hit(
                 tier=tier,
                 num_tokens=num_tokens,
-                hops=self._hops(account, tier, num_tokens // size * self._block_bytes),
+                hops=self._hops(account, tier, num_tokens // size),
                 saved_seconds=num_tokens / speed if speed else None,
             )
             for tier, num_tokens in zip(TIERS, account.hit_tokens, strict=True)
@@ -261,9 +262,10 @@ class Accounts:
             misses=tuple(misses),
         )
 
-    @staticmethod
-    def _hops(account: Account, tier: str, num_bytes: int) -> tuple[Hop, ...]:
-        """How so many bytes of a hit came to the GPU."""
+    def _hops(self, account: Account, tier: str, num_blocks: int) -> tuple[Hop, ...]:
+        """How so many blocks of a hit came to the GPU. Of a hybrid model a checkpoint came with them, and some of them
+        may have been there."""
+        num_bytes = account.trail.row_load_bytes * self._num_ranks or num_blocks * self._block_bytes
         load = Hop(source="cpu", target="gpu", num_bytes=num_bytes, seconds=account.trail.load_seconds)
         read = Hop(source="storage", target="cpu", num_bytes=num_bytes, seconds=account.read_seconds)
         return {"gpu": (), "cpu": (load,), "storage": (read, load)}[tier]

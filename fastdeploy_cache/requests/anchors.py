@@ -52,10 +52,12 @@ class Anchors:
 
     def check_room(self, active: ActiveRequest, num_blocks: int) -> None:
         """Raise `OutOfBlocksError` for the first row that lacks units for so many more blocks. Before that the request
-        gives up the states of its output that it keeps for its release, and what their windows hold."""
+        gives up the states of its output that it keeps for its release, and what their windows hold; and what lies in
+        front of all that it reads, if it has run ahead up to here."""
         short = self._out_of_units(active, num_blocks)
-        if short is not None and rows_of(active).newest is not None:
-            self.snapshots.let_newest_pass(active)
+        if short is not None and not active.is_ahead:
+            if rows_of(active).newest is not None:
+                self.snapshots.let_newest_pass(active)
             self._slide(active)
             short = self._out_of_units(active, num_blocks)
         if short is not None:

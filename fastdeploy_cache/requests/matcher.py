@@ -238,7 +238,8 @@ class Matcher:
         if active.phase is WAITING:
             active.num_readable_blocks = 0 if self.is_lost(active) else len(self.arrived(active)[0])
             if active.copy is not None:
-                active.copy.is_shown = active.copy.has_landed and (
+                has_landed = active.copy.has_landed and not self.is_lost(active)
+                active.copy.is_shown = has_landed and (
                     self._anchors is None or self._anchors.matches.copies.have_landed(rows_of(active))
                 )
             elif self._anchors is not None and not is_final:

@@ -346,6 +346,8 @@ class Requests:
             self.matcher.settle(active)
             if active.is_ahead and not all(transfer.succeeded for transfer in active.ahead):
                 self.ahead.end(active, arrived=False)
+            if self.anchors is not None:
+                self.anchors.matches.keep_on_gpu(active)
 
     def _on_fetched(self, fetched: Fetched) -> None:
         active = self._requests.get(fetched.prefetch.request_id)

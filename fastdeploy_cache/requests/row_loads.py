@@ -8,7 +8,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.checkpoints import Checkpoints
-from fastdeploy_cache.books.path import coming_and_cold
+from fastdeploy_cache.books.path import coming_and_cold, num_gpu
 from fastdeploy_cache.books.row_books import RowBooks
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.books.transfer import Transfer
@@ -60,6 +60,7 @@ class RowLoads:
                 rows.anchors.append(each)
                 self._checkpoints.pin(each)
         rows.goal, rows.base = goal, base
+        active.trail.row_load_bytes = self._num_lacking_bytes(path, goal)
         if not self._start(active, goal):
             self._refuse(active, self._loader.refused_for)
             give_up(self._checkpoints, rows)
@@ -91,6 +92,11 @@ class RowLoads:
         end_room_wait(self._room, self._clock, active)
         self._wait_for_loads(active)
         return True
+
+    def _num_lacking_bytes(self, path: list[Run], goal: Checkpoint) -> int:
+        num_blocks = goal.boundary - num_gpu(path, goal.boundary)
+        sizes = self._checkpoints.sizes
+        return num_blocks * sizes.page_bytes + (sizes.image_bytes(goal.boundary) if goal.units is None else 0)
 
     def _num_saved(self, active: ActiveRequest) -> int:
         """Blocks that need not be computed where the goal is reached."""

@@ -7,7 +7,7 @@ from array import array
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.books.checkpoint import Checkpoint, deepest_within
-from fastdeploy_cache.books.path import gpu_ids, usable_end
+from fastdeploy_cache.books.path import gpu_ids, num_gpu, usable_end
 from fastdeploy_cache.books.row_books import RowBooks, usable_checkpoints
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.books.transfer import Transfer
@@ -137,7 +137,7 @@ class RowMatches:
         if rows.num_fixed is not None:
             return rows.num_fixed
         if rows.goal is None:
-            return num_blocks
+            return num_blocks if self._keeps_all(rows, num_blocks) else 0
         chosen = self._reached(rows, num_blocks)
         boundary = chosen.boundary if chosen is not None else 0
         wanted = tuple([each for each in rows.wanted if each > boundary])
@@ -151,6 +151,17 @@ class RowMatches:
         rows.num_fixed, rows.wanted = boundary, wanted
         give_up(self._rows.checkpoints, rows, chosen)
         return boundary
+
+    def _keeps_all(self, rows: RequestRows, num_blocks: int) -> bool:
+        """Whether the checkpoint at which it was to go on is still there with its full KV, of which so many blocks are.
+        Else the GPU's bytes have gone, and it begins anew."""
+        if not rows.anchors or rows.anchors[-1].boundary <= num_blocks:
+            return True
+        rows.firsts, rows.tables = [0] * len(self._shapes), [array("i") for _ in self._shapes]  # first: as in `settle`
+        rows.matched, rows.matched_firsts, rows.num_checked = (), (), 0
+        rows.used.clear()
+        give_up(self._rows.checkpoints, rows)
+        return False
 
     def settled(self, active: ActiveRequest) -> None:
         """It is. Needs no memory."""
@@ -199,6 +210,19 @@ class RowMatches:
         as it was, and so do its checkpoints. Needs no memory."""
         rows = rows_of(active)
         rows.goal = rows.base = None
+
+    def keep_on_gpu(self, active: ActiveRequest) -> None:
+        """It keeps nothing that another tier alone has: one whose load has not come has kept that until now."""
+        rows = rows_of(active)
+        if active.pin is None or active.pin.run.epoch != self._tree.epoch:
+            return
+        path = active.pin.run.path()
+        num_blocks = num_gpu(path, active.num_pinned_blocks)
+        for each in [each for each in rows.anchors if each.units is None or each.boundary > num_blocks]:
+            rows.anchors.remove(each)
+            self._rows.checkpoints.unpin(each)
+        if num_blocks < active.num_pinned_blocks:
+            pin_leading(self._tree, active, path, num_blocks)
 
     def loading(self, active: ActiveRequest) -> Transfer | None:
         """The load that brings the checkpoint which its match waits for."""

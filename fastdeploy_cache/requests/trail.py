@@ -26,6 +26,7 @@ class Trail(msgspec.Struct, gc=False):
     refused_for: tuple[Cause, str] | None = None  # why what the CPU tier has was not loaded
     has_failed_load: bool = False
     load_seconds: float = 0.0  # of the loads that it waited for and that came
+    row_load_bytes: int = 0  # of a hybrid model, on each rank: what its match lacked on the GPU of its goal
     owes_load_seconds: bool = False  # it was counted while it ran ahead of them
     computing_key: int | None = None  # see `Computing`
     stepped_at: float = 0.0  # when it was last given blocks or committed: how fast is prefill?

@@ -42,7 +42,7 @@ def simulate(path: Path, options: SimulateOptions) -> None:
     if options.plot_file is not None:
         check_plot(options.plot_file)
     trace = _read(path, options)
-    block_bytes, model = _of_config(options.config_file, trace.block_size)
+    block_bytes, model = _model(options.config_file, trace)
     sizes = _tier_sizes(options, trace, block_bytes)
     if model is not None and any(storage for _, _, storage in sizes):
         raise LaunchError("--storage-blocks with a layout of several groups, which no store serves; leave it out")
@@ -153,16 +153,16 @@ def _names(given: list[str]) -> list[str]:
     return names
 
 
-def _of_config(config_file: Path | None, block_size: int) -> tuple[int, HybridModel | None]:
-    """One rank's bytes of a block of the trace, by the layout of a configuration, and its hybrid model if it is one; 0
-    and None where none is given."""
-    if config_file is None:
+def _model(config_file: Path | None, trace: Trace) -> tuple[int, HybridModel | None]:
+    """One rank's bytes of a block of the trace, by the layout of a configuration, and its hybrid model if it is one;
+    without a configuration those of a recording's hybrid model. 0 and None where there is neither."""
+    config = trace.hybrid if config_file is None else CacheConfig.load(config_file)
+    if config is None:
         return 0, None
-    config = CacheConfig.load(config_file)
     if config.layout is None:
         raise LaunchError(f"{config_file} has no table [layout], which says how many bytes a block has")
-    block_bytes = config.layout.for_rank(config.transfer.tp_size, block_size).block_bytes
-    return block_bytes, HybridModel.of(config, block_size)
+    block_bytes = config.layout.for_rank(config.transfer.tp_size, trace.block_size).block_bytes
+    return block_bytes, HybridModel.of(config, trace.block_size, grows=config_file is None)
 
 
 def _tier_sizes(options: SimulateOptions, trace: Trace, block_bytes: int) -> list[_Sizes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from fastdeploy_cache import CacheConfig, KVGroup, KVLayout, Match, PrefixCacheManager, Request, StatePart
@@ -20,10 +21,13 @@ class HybridModel:
     layout: RankLayout
     block_size: int
     config: CacheConfig
+    grows: bool
 
     @classmethod
-    def of(cls, config: CacheConfig, block_size: int) -> HybridModel | None:
+    def of(cls, config: CacheConfig, block_size: int, *, grows: bool = False) -> HybridModel | None:
         """That of a configuration; None where all its layers keep everything.
+
+        `grows`: its `num_gpu_units` are those of its `num_gpu_blocks`, and in a larger pool there are more of them.
 
         Raises:
             LaunchError: chunks or regular checkpoints that are no multiple of the trace's blocks.
@@ -36,7 +40,7 @@ class HybridModel:
                 raise LaunchError(f"chunks of {row.reach_tokens} tokens are no multiple of --block-size {block_size}")
         if (every := config.checkpoint_every_tokens) % block_size:
             raise LaunchError(f"checkpoint_every_tokens {every} is no multiple of --block-size {block_size}")
-        return cls(layout=layout, block_size=block_size, config=config)
+        return cls(layout=layout, block_size=block_size, config=config, grows=grows)
 
     def settings(self, num_gpu_blocks: int) -> dict[str, object]:
         """Settings of a cache in which one token stands for a block: its rows hold as many blocks as the model's, and
@@ -72,8 +76,9 @@ class HybridModel:
         real = dataclasses.replace(
             self.config, block_size=self.block_size, num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=0, storage=None
         )
+        share = num_gpu_blocks / self.config.pool_sizes()[0] if self.grows else 1.0
         counts = zip(self.layout.rows[1:], real.unit_counts(), strict=True)
-        return tuple([max(count, row.num_least_units + self.piece_blocks) for row, count in counts])
+        return tuple([max(math.ceil(count * share), row.num_least_units + self.piece_blocks) for row, count in counts])
 
     @property
     def piece_blocks(self) -> int:

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from fastdeploy_cache.insight.flight.file import FlightRecording, read_recording
+from fastdeploy_cache.insight.flight.header import has_rows
 from fastdeploy_cache.insight.flight.records import Flag, RecordKind
 from fastdeploy_cache.launch.simulator.recorded_prompts import RecordedPrompts
+from fastdeploy_cache.launch.simulator.recorded_settings import recorded_config
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceError, TraceRequest
 
 _MAX_BLOCKS = 2**26  # of all prompts together: a trace keeps each prompt whole, where a recording refers to others
@@ -55,4 +57,5 @@ def read_recorded_trace(path: Path, block_size: int | None) -> Trace:
         requests.append(TraceRequest(latest, record["num_tokens"], np.array(blocks, dtype=np.int32)))
     if not requests:
         raise TraceError(f"{path} has no requests")
-    return Trace(requests, size, len(numbers), len(numbers), 0, 0)
+    hybrid = recorded_config(recording.header, {}) if has_rows(recording.header) else None
+    return Trace(requests, size, len(numbers), len(numbers), 0, 0, hybrid)

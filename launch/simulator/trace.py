@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import LaunchError, reason_of
 
 Int32Array = np.ndarray[Any, np.dtype[np.int32]]
@@ -51,6 +52,7 @@ class Trace:
     num_distinct_ids: int  # block numbers lie below
     num_skipped_lines: int
     num_unnamed_tokens: int  # tokens of prompts for which no hash id stands, beyond a last partial block each
+    hybrid: CacheConfig | None = None  # of a recording alone: the settings of a cache whose model was a hybrid one
 
     @property
     def num_tokens(self) -> int:

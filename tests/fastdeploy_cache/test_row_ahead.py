@@ -10,6 +10,7 @@ import pytest
 from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.books.block_pool import TASK
 from fastdeploy_cache.errors import OutOfBlocksError
+from fastdeploy_cache.life_cycle import TierName
 from fastdeploy_cache.requests.match import Match
 from fastdeploy_cache.requests.tables import RowBlocks
 from fastdeploy_cache.transfer_manager.task import TransferTask
@@ -289,3 +290,48 @@ def test_one_with_windows_alone_makes_no_checkpoint_of_what_did_not_come() -> No
         cache.release(request)
         cache.check_invariants()
         assert not any(cache.stats().num_failed_steps.values())
+
+
+@pytest.mark.parametrize("tiers", [["cpu"], ["gpu"], ["gpu", "cpu"]])
+@pytest.mark.parametrize("what", ["the full KV", "the checkpoint", "both", "nothing"])
+@pytest.mark.parametrize("is_told", [True, False])
+def test_tiers_may_be_lost_under_what_has_not_come(
+    cache: PrefixCacheManager, what: str, is_told: bool, tiers: list[TierName]
+) -> None:
+    """A request that is worth nothing keeps what is on the GPU alone: not what the CPU tier had."""
+    held = Held(cache)
+    request, _, _ = run_ahead(cache, "again", LONG)
+    held.go(lambda task: what == "both" or (bool(task.units) == (what == "the checkpoint") and what != "nothing"))
+    if is_told:
+        assert cache.confirm(request, 0, arrived=True) == (what == "nothing")
+    held.end()
+    cache.life.sleep(tiers=tiers)
+    cache.check_invariants()
+    cache.life.wake()
+    cache.check_invariants()
+    cache.release(request)
+    cache.check_invariants()
+    cache.release(computed(cache, "once more", LONG))
+
+
+def test_what_it_has_slid_past_while_it_ran_ahead_is_given_back_when_units_are_short() -> None:
+    """Until its loads are confirmed it keeps all that it has read. Behind that it can go on, also in the least pool."""
+    with manager(ONLY_WINDOW, **{**FIELDS, "num_gpu_units": (6,)}) as cache:
+        request = Request(request_id="text", prompt_token_ids=TEXT[:5])
+        cache.match(request)
+        cache.rows.allocate(request, 2)
+        cache.commit(request, 5)
+        cache.release(request)
+        cache.life.sleep(tiers=["gpu"])
+        cache.life.wake()
+        held = Held(cache)
+        request, match, _ = run_ahead(cache, "again", [*TEXT[:5], *range(60, 75)])
+        assert match.num_coming_tokens == 4 and cache.stats().rows[0].num_private == 4
+        cache.commit(request, 20)
+        held.go()
+        assert cache.confirm(request, 0, arrived=True)
+        request.append_output([1] * 8)
+        assert len(cache.rows.allocate(request, 2).block_ids) == 2
+        cache.commit(request, 28)
+        cache.release(request)
+        cache.check_invariants()

@@ -50,6 +50,11 @@ def test_a_checkpoint_is_loaded_with_its_full_kv(cache: PrefixCacheManager) -> N
     match = match.poll()
     assert (match.num_tokens, match.num_cpu_tokens, match.num_coming_tokens) == (16, 16, 0)
     assert [(table.first_block, len(table.block_ids)) for table in match.tables] == [(3, 1), (2, 2)]
+    layout = cache.config.rank_layout()
+    assert layout is not None
+    units = [layout.unit_bytes(1), layout.unit_bytes(2), layout.unit_bytes(2)]
+    (hop,) = cache.explain("again").hits[0].hops
+    assert hop.num_bytes == 4 * layout.block_bytes + sum(units), "full KV, one state, two blocks of the window"
     cache.release(request)
 
 

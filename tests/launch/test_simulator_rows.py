@@ -12,10 +12,13 @@ import pytest
 from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.simulator.command import simulate
+from fastdeploy_cache.launch.simulator.hybrid import HybridModel
 from fastdeploy_cache.launch.simulator.options import SimulateOptions
+from fastdeploy_cache.launch.simulator.recorded_trace import read_recorded_trace
 from fastdeploy_cache.launch.simulator.replay import Replay
 from fastdeploy_cache.launch.simulator.trace import Trace, read_trace
 from tests.rigs.hybrid_models import TABLES
+from tests.rigs.row_flight import recorded_walk
 
 SIZE = 512
 CONFIG = TABLES.replace("block_size = 4", f"block_size = {SIZE}").replace("reach_tokens = 10", "reach_tokens = 1024")
@@ -101,14 +104,25 @@ def test_what_cannot_be_simulated_is_one_line(trace: Path, config: Path, tmp_pat
 
 def test_books_add_up_after_a_trace(trace: Path, config: Path) -> None:
     """No leaf has dead KV, and no unit is lost."""
-    from fastdeploy_cache.launch.simulator.hybrid import HybridModel
-
     read = read_trace(trace, SIZE, SIZE)
     model = HybridModel.of(CacheConfig.load(config), SIZE)
     assert model is not None
     replay = Replay(read, 80, 300, model=model)
     replay.run(lambda *_: replay.cache.check_invariants())
     replay.cache.close()
+
+
+def test_a_recording_is_served_with_its_rows(tmp_path: Path) -> None:
+    """The model is that of the header. In a pool 200 times as large there are 200 times as many units."""
+    recorded_walk(3, 150, tmp_path / "walk.flight", 0)
+    options = SimulateOptions(gpu_blocks=["24"], json_file=tmp_path / "found.json")
+    simulate(tmp_path / "walk.flight", options)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["rows"] == ["full", "state", "window 6"] and found["results"][0]["token_hit_rate"] > 0
+    hybrid = read_recorded_trace(tmp_path / "walk.flight", None).hybrid
+    assert hybrid is not None and hybrid.num_gpu_units == (8, 14) and hybrid.num_gpu_blocks == 24
+    model = HybridModel.of(hybrid, hybrid.block_size, grows=True)
+    assert model is not None and model.settings(24 * 200)["num_gpu_units"] == (8 * 200, 14 * 200)
 
 
 RECORDED = {"lru": [42.47, 67.55, 85.82], "reuse": [42.47, 67.55, 85.82]}

@@ -27,6 +27,10 @@ class Held:
         else:
             self._submit(task)
 
+    def end(self) -> None:
+        """Hold nothing back from now on."""
+        self._client.submit = self._submit
+
     def go(self, fails: Callable[[TransferTask], bool] = lambda _: False) -> None:
         """Each is done, or fails."""
         tasks, self.tasks = self.tasks, []

@@ -123,8 +123,11 @@ class Row:
     @property
     def num_request_units(self) -> int:
         """Units that a running request needs: what it reads, the block that is computed, and the next one, which
-        it gets before it has committed that; or two states, of which one may be a snapshot while the other goes on."""
-        return 2 if self.kind == "state" else self.num_checkpoint_units + 2
+        it gets before it has committed that; or two states, of which one may be a snapshot while the other goes on.
+
+        A row of which nothing is read at a boundary keeps the block behind the newest snapshot all the same, until
+        that is a checkpoint."""
+        return 2 if self.kind == "state" else max(1, self.num_checkpoint_units) + 2
 
     @property
     def num_least_units(self) -> int:
