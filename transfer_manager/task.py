@@ -77,8 +77,9 @@ class TransferTask:
     its pages, and there are none of the GPU. It goes in steps, between which the rank does other tasks of its lane.
 
     A task of storage has the blocks' hashes, joined, in the order of the prompt, where the
-    store asks for them the prompt's tokens up to there (int32, little-endian), and the ids of one tier only. What else
-    a peer process has to know is in `detail` (`fastdeploy_cache.transfer_manager.peer.messages`).
+    store asks for them the prompt's tokens up to there (int32, little-endian), and the ids of one tier only. A LOOKUP
+    for a checkpoint has in `detail` a byte for each block: see `NO_STOP` in `storage.keys`. What else
+    a peer process has to know is in `detail`, too (`fastdeploy_cache.transfer_manager.peer.messages`).
 
     `deadline` is on the clock of `SYSTEM_CLOCK.now()`, which all processes of a machine share.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.run import Pin, Tier
 
 
@@ -30,6 +31,13 @@ class Copied(Change):
     """The run of `pin` has `num_blocks` more blocks in the CPU tier."""
 
     num_blocks: int
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ImageCopied(Change):
+    """A checkpoint has an image in the CPU tier."""
+
+    checkpoint: Checkpoint
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

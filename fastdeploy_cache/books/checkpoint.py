@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from fastdeploy_cache.books.run_notes import NO_NOTES, PolicyNotes
+from fastdeploy_cache.books.run_notes import NO_NOTES, NOT_STORED, PolicyNotes, Stored
 
 
 class ChainHolder(Protocol):
@@ -49,6 +49,7 @@ class Checkpoint(msgspec.Struct, gc=False, eq=False):
     num_uses: int = 0
     is_shared: bool = False
     notes: PolicyNotes = NO_NOTES
+    stored: Stored = NOT_STORED  # whether storage has its image: one block of it, or none
 
     def __repr__(self) -> str:
         """Itself alone: what it refers to is the whole tree."""

@@ -149,6 +149,32 @@ class Checkpoints:
         self.came(checkpoint, CPU)
         return True
 
+    def restore(self, run: Run, end: int, boundary: int, pages: array[int]) -> Checkpoint | None:
+        """A checkpoint at this place has its image in these pages of a task's, which storage had. It is pinned once for
+        the caller; None where it has an image already, and these are the task's still. On `MemoryError` they are, too.
+        """
+        assert run.epoch == self.epoch and 0 < end <= run.num_blocks, "a checkpoint off its run"
+        there = deepest_within(run, end)
+        if there is None or there.end != end:
+            checkpoint = Checkpoint(run, end, boundary, inserted=self.num_made, last_used=self._last_use)
+            checkpoint.num_pins = 1
+            put_in(run, checkpoint)
+            try:
+                self.land_pages(checkpoint, pages)
+            except BaseException:
+                take_out(run, checkpoint)
+                raise
+            return checkpoint
+        if there.pages is not None:
+            return None
+        self.pin(there)
+        try:
+            self.land_pages(there, pages)
+        except BaseException:
+            self.unpin(there)
+            raise
+        return there
+
     def _is_here(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.run is not None and checkpoint.run.epoch == self.epoch
 

@@ -91,12 +91,11 @@ def check_row_values(config: RowSettings) -> None:
             "leave it out"
         )
     _check_units(config)
-    for name, value in (("storage", config.storage), ("peer", config.peer)):
-        if has_groups and value is not None:
-            raise ConfigError(
-                f"{name} is given with layout.groups, and no {name} serves models whose layers do not all keep "
-                f"everything; leave the table {name!r} out"
-            )
+    if has_groups and config.peer is not None:
+        raise ConfigError(
+            "peer is given with layout.groups, and no peer serves models whose layers do not all keep everything; "
+            "leave the table 'peer' out"
+        )
 
 
 def _check_units(config: RowSettings) -> None:

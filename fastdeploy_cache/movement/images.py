@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from fastdeploy_cache.books.block_pool import TASK
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import ImageCopied
 from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.row_books import RowBooks
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
@@ -52,8 +53,10 @@ class ImageLanding:
                 self.transfer.kept_units = self.units
             self.units = self._no_units
         if self.pages:
-            self._rows.end_pages(self.checkpoint, self.pages, succeeded)
+            has_landed = self._rows.end_pages(self.checkpoint, self.pages, succeeded)
             self.pages = self._no_pages
+            if has_landed and ImageCopied in self._books.listeners:
+                self._books.note(ImageCopied(checkpoint=self.checkpoint))
         if self.pins:
             self._rows.checkpoints.unpin(self.checkpoint)
             (pin,), self.pins = self.pins, ()

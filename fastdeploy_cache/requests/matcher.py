@@ -73,7 +73,8 @@ class Matcher:
         if self._anchors is not None:
             if (ids := self._anchors.matches.match(active, path, num_found)) is not None:
                 is_whole = self._recompute_last_token and len(ids) == num_found == max_blocks
-                if not (is_whole and self._copy_last(active, num_found)):
+                is_copying = is_whole and self._copy_last(active, num_found)
+                if not is_copying and not self.is_fetching(active):
                     self._settle_at(active, ids)
             return
         if request.images:
@@ -97,6 +98,10 @@ class Matcher:
             self.end_prefetch(active)
             return
         path, num_found = tree.find(request.namespace, active.keys, active.asked.num_asked)
+        if self._anchors is not None:
+            if self._anchors.matches.grow(active, path, num_found):
+                active.asked = Asked(active.asked.num_asked, max(active.asked.num_found, num_found))
+            return
         num_found = usable_end(request, num_found, tree.block_size)
         may_load = active.room is None or self._loader.is_allowed(num_found - active.num_gpu_blocks)
         if not may_load:  # what it waits for is within the limits, and no more of it
@@ -248,7 +253,7 @@ class Matcher:
             # Others may have brought it all before its own loads have ended. What a hybrid model's match says is asked
             # for then is fixed where it settles.
             is_there = active.rows is not None and active.num_readable_blocks == active.num_pinned_blocks
-            is_there = is_there and active.copy is None
+            is_there = is_there and active.copy is None and not is_fetching
             if is_final or is_there or not (is_coming or any(not transfer.done.is_set() for transfer in active.loads)):
                 self.settle(active)
                 if self._listener is not None:

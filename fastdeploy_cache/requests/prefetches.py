@@ -14,6 +14,7 @@ from fastdeploy_cache.request import Request, no_request
 from fastdeploy_cache.requests.listener import RequestListener
 from fastdeploy_cache.requests.match import Prefetch
 from fastdeploy_cache.storage.access import StorageAccess
+from fastdeploy_cache.transfer_manager.storage.keys import BARE_STOP, IMAGE_STOP, NO_STOP
 
 
 class Prefetches:
@@ -51,6 +52,7 @@ class Prefetches:
         prefetch = self._storage.new_prefetch(  # hashes: not under the lock
             request, keys, range(first, num_blocks), parent_hash, epoch
         )
+        prefetch.stops = self._stops(request, range(first, num_blocks))
         seconds = books.clock.now() - started
         with books:
             books.tree.names.count(num_missing, seconds)
@@ -58,6 +60,25 @@ class Prefetches:
                 return found
             reads.start(prefetch)
         return found.with_fetch(prefetch)
+
+    def _stops(self, request: Request, blocks: range) -> bytes:
+        """Of a hybrid model, behind which of these blocks the request may go on, and by what."""
+        rows = self._books.rows
+        if rows is None:
+            return b""
+        size, sizes = self._config.block_size, rows.checkpoints.sizes
+        if not request.images and all(row.kind != "chunk" for row in sizes.rows):
+            return bytes([IMAGE_STOP]) * len(blocks)
+        return bytes(
+            [
+                NO_STOP
+                if usable_end(request, end, size) != end
+                else IMAGE_STOP
+                if any(row.first_block(end) < end for row in sizes.rows)
+                else BARE_STOP
+                for end in range(blocks.start + 1, blocks.stop + 1)
+            ]
+        )
 
     def _look(self, request: Request, keys: BlockKeys, num_blocks: int) -> Prefetch:
         """What is cached of a request's first blocks, counted as a touch: what is queued is not the coldest."""

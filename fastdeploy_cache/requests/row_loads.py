@@ -67,6 +67,29 @@ class RowLoads:
             return False
         return True
 
+    def extend(self, active: ActiveRequest, path: list[Run], goal: Checkpoint) -> bool:
+        """Load a deeper checkpoint than all that the match has, which it keeps: where this one does not come, it is
+        settled at one of those. Whether it is on its way, or waits for room; else all is as before."""
+        rows, num_pinned = rows_of(active), active.num_pinned_blocks
+        before = rows.goal
+        pin_leading(self._tree, active, path, goal.boundary)
+        is_started = False
+        try:
+            rows.anchors.append(goal)
+            self._checkpoints.pin(goal)
+            rows.goal = goal
+            active.trail.row_load_bytes = self._num_lacking_bytes(path, goal)
+            is_started = self._start(active, goal)
+            if not is_started:
+                self._refuse(active, self._loader.refused_for)
+        finally:
+            if not is_started:
+                rows.goal = before
+                if rows.anchors and rows.anchors[-1] is goal:
+                    self._checkpoints.unpin(rows.anchors.pop())
+                pin_leading(self._tree, active, path, num_pinned)
+        return is_started
+
     def _start(self, active: ActiveRequest, goal: Checkpoint) -> bool:
         """Start what is not on its way, or wait for room. False: neither is worth it, or possible."""
         assert active.pin is not None

@@ -60,6 +60,7 @@ class RowMatches:
         active.trail.idle_since = path[-1].used_last
         if deepest is not on_gpu and self._loads is not None and self._loads.begin(active, path, deepest, on_gpu):
             return None
+        is_fetching = active.prefetch is not None and active.prefetch.is_pending
         pin_leading(self._tree, active, path, boundary)
         if on_gpu is None:
             return array("i")
@@ -67,7 +68,7 @@ class RowMatches:
         self._keep(rows, on_gpu)
         if self.copies.is_due(active):
             rows.goal = on_gpu
-            if self.copy_state(active):
+            if is_fetching or self.copy_state(active):  # else it is copied when nothing deeper comes
                 return None
             give_up(self._rows.checkpoints, rows)
             pin_leading(self._tree, active, path, 0)
@@ -75,16 +76,31 @@ class RowMatches:
         self._begin_at(rows, on_gpu, tables)
         return ids
 
+    def grow(self, active: ActiveRequest, path: list[Run], num_found: int) -> bool:
+        """A checkpoint has come from storage: load it, if it is deeper than all that the match has. Whether it does."""
+        rows = rows_of(active)
+        deepest, _ = usable_checkpoints(path, num_found, active.request, self._size)
+        here = max((each.boundary for each in rows.anchors), default=0)
+        if deepest is None or deepest.boundary <= here or self._loads is None:
+            return False
+        active.trail.num_whole_blocks = deepest.boundary
+        tables = [array("i") for _ in self._shapes]  # first: it may need memory
+        if not self._loads.extend(active, path, deepest):
+            return False
+        self._begin_at_nothing(rows, tables)  # where it goes on is decided when it settles
+        return True
+
     def copy_state(self, active: ActiveRequest) -> bool:
         """Copy the state of the deepest checkpoint of its match that is there with its full KV, where that is due and
         all loads have ended; whether this has begun now."""
         rows = rows_of(active)
         if rows.goal is None or not self.copies.is_due(active) or active.room is not None or active.pin is None:
             return False
-        if not all(transfer.done.is_set() for transfer in active.loads):
+        is_fetching = active.prefetch is not None and active.prefetch.is_pending
+        if is_fetching or not all(transfer.done.is_set() for transfer in active.loads):
             return False
         num_blocks = len(gpu_ids(active.pin.run.path(), active.num_pinned_blocks))
-        there = [each for each in (rows.goal, rows.base) if each is not None and each.units is not None]
+        there = [each for each in reversed(rows.anchors) if each.units is not None]
         found = next((each for each in there if each.boundary <= num_blocks), None)
         if found is None:
             return False
@@ -123,9 +139,8 @@ class RowMatches:
         return num_blocks if rows_of(active).goal is None else reached.boundary if reached is not None else 0
 
     def _reached(self, rows: RequestRows, num_blocks: int) -> Checkpoint | None:
-        for each in (rows.goal, rows.base):
-            is_there = each is not None and each.units is not None and each.boundary <= num_blocks
-            if each is not None and is_there and self.copies.is_ready(rows, each):
+        for each in reversed(rows.anchors):
+            if each.units is not None and each.boundary <= num_blocks and self.copies.is_ready(rows, each):
                 return each
         return None
 
@@ -157,11 +172,16 @@ class RowMatches:
         Else the GPU's bytes have gone, and it begins anew."""
         if not rows.anchors or rows.anchors[-1].boundary <= num_blocks:
             return True
-        rows.firsts, rows.tables = [0] * len(self._shapes), [array("i") for _ in self._shapes]  # first: as in `settle`
-        rows.matched, rows.matched_firsts, rows.num_checked = (), (), 0
-        rows.used.clear()
+        self._begin_at_nothing(rows, [array("i") for _ in self._shapes])
         give_up(self._rows.checkpoints, rows)
         return False
+
+    @staticmethod
+    def _begin_at_nothing(rows: RequestRows, tables: list[array[int]]) -> None:
+        """The reverse of `_begin_at`."""
+        rows.firsts, rows.tables = [0] * len(tables), tables
+        rows.matched, rows.matched_firsts, rows.num_checked = (), (), 0
+        rows.used.clear()
 
     def settled(self, active: ActiveRequest) -> None:
         """It is. Needs no memory."""

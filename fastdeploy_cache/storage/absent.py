@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fastdeploy_cache.books.run import Run
+from fastdeploy_cache.books.checkpoint import Checkpoint
+from fastdeploy_cache.books.run import Pin, Run
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 from fastdeploy_cache.transfer_manager.client import RankStatus
 
 
 class NoReads:
     """See `StorageReads`."""
+
+    pins: Sequence[Pin] = ()
+    held: Sequence[Checkpoint] = ()
 
     def wants(self, num_missing_blocks: int) -> bool:  # noqa: ARG002 (see `StorageReads`)
         """There is nobody to ask."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.checkpoint import Checkpoint, chain_of
 from fastdeploy_cache.books.run import Run
+from fastdeploy_cache.books.run_notes import NOT_STORED
 from fastdeploy_cache.ipc.clock import Event
 from fastdeploy_cache.storage.link import StorageLink
+from fastdeploy_cache.transfer_manager.storage.keys import page_names
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 
 _TASKS_AT_A_TIME = 4  # of an audit: prefetches share the lane
@@ -19,10 +22,16 @@ class Audit:
 
     runs: list[Run]  # still to be asked for, parents first
     done: Event
+    checkpoints: list[Checkpoint] = field(default_factory=list)  # still to be asked for
     num_asked: dict[Run, int] = field(default_factory=dict)  # blocks
     num_in_flight: int = 0  # tasks
-    num_missing: int = 0  # blocks
+    num_missing: int = 0  # blocks, and checkpoints
     has_failed: bool = False  # something could not be asked
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is more to ask for."""
+        return bool(self.runs or self.checkpoints)
 
 
 @dataclass(eq=False)
@@ -31,6 +40,7 @@ class _Question:
 
     audit: Audit
     parts: list[tuple[Run, int, bytes]]  # blocks, and the last one's hash
+    checkpoint: Checkpoint | None = None  # instead of blocks: all pages of its image
 
 
 class StorageAudits:
@@ -39,6 +49,7 @@ class StorageAudits:
 
     def __init__(self, books: Books, link: StorageLink) -> None:
         self._tree, self._link, self._clock = books.tree, link, books.clock
+        self._sizes = books.rows.checkpoints.sizes if books.rows is not None else None
         self._audits: list[Audit] = []
         self._questions: dict[int, _Question] = {}
 
@@ -54,6 +65,8 @@ class StorageAudits:
     def start(self) -> Audit:
         """Ask for all that is cached now."""
         audit = Audit([run for run in self._tree.runs() if run.epoch == self._tree.epoch], self._clock.event())
+        if self._sizes is not None:
+            audit.checkpoints = [each for run in audit.runs for each in chain_of(run) if self._num_pages(each)]
         self._audits.append(audit)
         self.pump()
         return audit
@@ -67,6 +80,7 @@ class StorageAudits:
     def give_up(self, audit: Audit) -> None:
         """Nobody waits for it any more, or there must be quiet."""
         audit.runs.clear()
+        audit.checkpoints.clear()
         audit.has_failed = True
         audit.done.set()
         if audit in self._audits:
@@ -82,15 +96,15 @@ class StorageAudits:
         link = self._link
         for audit in list(self._audits):
             try:
-                while audit.runs and audit.num_in_flight < _TASKS_AT_A_TIME and link.can(TaskKind.LOOKUP):
-                    self._ask(audit)
+                while audit.is_open and audit.num_in_flight < _TASKS_AT_A_TIME and link.can(TaskKind.LOOKUP):
+                    (self._ask if audit.runs else self._ask_for_image)(audit)
             except MemoryError:  # who waits for it hears that it has failed
                 self._tree.mishaps.note("write_out")
                 self.give_up(audit)
                 continue
-            if audit.runs and not (link.client.available and link.reading.is_closed and not link.is_quiet):
+            if audit.is_open and not (link.client.available and link.reading.is_closed and not link.is_quiet):
                 self.give_up(audit)
-            elif not audit.runs and not audit.num_in_flight:
+            elif not audit.is_open and not audit.num_in_flight:
                 self._audits.remove(audit)
                 audit.done.set()
 
@@ -111,6 +125,21 @@ class StorageAudits:
         self._link.outbox.put(task, self._questions, _Question(audit, parts))
         audit.num_in_flight += 1
 
+    def _num_pages(self, checkpoint: Checkpoint) -> int:
+        assert self._sizes is not None
+        return self._sizes.num_pages(checkpoint.boundary)
+
+    def _ask_for_image(self, audit: Audit) -> None:
+        checkpoint = audit.checkpoints.pop()
+        run: Run | None = checkpoint.run
+        if run is None or run.epoch != self._tree.epoch:
+            return
+        block_hash = self._tree.names.of(run, checkpoint.end - 1, checkpoint.end)
+        names = page_names(block_hash, self._num_pages(checkpoint))
+        task = self._link.new_task(TaskKind.LOOKUP, b"".join(names))
+        self._link.outbox.put(task, self._questions, _Question(audit, [], checkpoint))
+        audit.num_in_flight += 1
+
     def finish(self, result: TransferResult) -> None:
         """A question was answered; `pump` goes on."""
         question = self._questions.pop(result.task.task_id)
@@ -119,8 +148,11 @@ class StorageAudits:
         self._link.judge(result)
         if result.error is not None:
             audit.has_failed = True
-        else:
+        elif question.checkpoint is None:
             self._note_missing(question, result.num_blocks)
+        elif result.num_blocks < self._num_pages(question.checkpoint):
+            audit.num_missing += 1
+            question.checkpoint.stored = NOT_STORED
 
     def _note_missing(self, question: _Question, num_there: int) -> None:
         """Nothing behind the first `num_there` blocks counts."""

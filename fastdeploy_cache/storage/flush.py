@@ -35,6 +35,8 @@ class Flush:
                 # only now: copies make room for themselves among what is written
                 runs = self._unstored_runs()
                 num_left = sum(run.num_blocks - run.stored.num_blocks for run in runs)
+                checkpoints = self._tier.writes.checkpoints
+                num_left += len(checkpoints.unstored(runs)) if checkpoints is not None else 0
                 if not runs:
                     break
                 if num_before is not None and num_left >= num_before:
@@ -51,7 +53,7 @@ class Flush:
         num_room = self._books.residency.num_available(CPU)
         for run in runs:
             if num_room > 0:
-                num_room -= max(0, run.num_gpu - run.stored.num_blocks)
+                num_room -= max(1, run.num_gpu - run.stored.num_blocks)
                 self._movement.copy_down.store((run,), unstored=True)
 
     def _is_all_there(self, deadline: float) -> bool:
@@ -71,5 +73,10 @@ class Flush:
         return is_whole
 
     def _unstored_runs(self) -> list[Run]:
-        tree = self._books.tree
-        return [run for run in tree.runs() if run.epoch == tree.epoch and run.stored.num_blocks < run.num_blocks]
+        tree, checkpoints = self._books.tree, self._tier.writes.checkpoints
+        return [
+            run
+            for run in tree.runs()
+            if run.epoch == tree.epoch
+            and (run.stored.num_blocks < run.num_blocks or (checkpoints is not None and checkpoints.unstored((run,))))
+        ]

@@ -171,6 +171,7 @@ class StorageLink:
         destinations: array[int] | None = None,
         token_ids: bytes = b"",
         priority: float | None = None,
+        detail: bytes = b"",
     ) -> TransferTask:
         """A task with its own deadline, for `outbox.put`."""
         task_id, self._next_task_id = self._next_task_id, self._next_task_id + 1
@@ -183,4 +184,5 @@ class StorageLink:
             hashes=hashes,
             token_ids=token_ids,
             priority=priority,
+            detail=detail,
         )

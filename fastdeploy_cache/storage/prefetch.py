@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.changes import Change
+from fastdeploy_cache.books.checkpoint import Checkpoint
+from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.ipc.clock import Clock, Event
@@ -53,7 +55,8 @@ class StoragePrefetch:
                |------- num_asked ----------|          |
                |------- num_present: what storage has -|- ... -| num_wanted
 
-    They land from the first on, in pieces; what lands behind a gap does not count.
+    They land from the first on, in pieces; what lands behind a gap does not count. Of a hybrid model storage is asked
+    up to the deepest of the `stops` of which it has the checkpoint, whose image comes last: see `CheckpointReads`.
     """
 
     request_id: str
@@ -66,6 +69,12 @@ class StoragePrefetch:
     done: Event
     deadline: float  # until which somebody may wait for it
     priority: float | None = None
+    stops: bytes = b""  # of a hybrid model: of each block whether a request may go on behind it, and by which image
+    pin: Pin | None = None  # of what has come, until the checkpoint is there
+    checkpoint: Checkpoint | None = None  # that has come, and is pinned
+    lacks_image: bool = False  # no task has been given it yet
+    has_checkpoint: bool = False  # it has come
+    num_held: int = 0  # blocks that `pin` keeps for it
     num_present: int = 0
     num_found: int = 0  # that storage said it has, also where they did not come
     lacks_room: bool = False  # for the blocks that no task has been given yet
@@ -87,8 +96,8 @@ class StoragePrefetch:
 
     @property
     def has_more(self) -> bool:
-        """Whether there are blocks in storage that no task has been given yet."""
-        return self.num_asked < self.num_present and not self.revoked
+        """Whether there are blocks in storage, or an image, that no task has been given yet."""
+        return (self.num_asked < self.num_present or self.lacks_image) and not self.revoked
 
     @property
     def is_loading(self) -> bool:

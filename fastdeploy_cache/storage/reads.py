@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,8 +14,10 @@ from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_pool import TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import RoomCame
+from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.mishaps import contained
-from fastdeploy_cache.books.run import CPU
+from fastdeploy_cache.books.run import CPU, Pin
+from fastdeploy_cache.storage.checkpoint_reads import CheckpointReads
 from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.storage.prefetch import Fetched, PrefetchEnded, StorageLimits, StoragePrefetch
 from fastdeploy_cache.storage.unasked import UnaskedStore
@@ -29,11 +32,13 @@ _KEPT_SECONDS = 60.0  # what was brought for a request that is not matched yet: 
 
 @dataclass(eq=False)
 class _Piece:
-    """Blocks of a prefetch, from `first` of the prompt on: its destinations are the task's."""
+    """Blocks of a prefetch, from `first` of the prompt on: its destinations are the task's. Or the pages of the image
+    behind them."""
 
     prefetch: StoragePrefetch
     first: int
     ids: array[int]
+    is_image: bool = False
 
 
 class StorageReads:
@@ -54,13 +59,24 @@ class StorageReads:
         self._by_request: OrderedDict[str, StoragePrefetch] = OrderedDict()
         self._kept: OrderedDict[StoragePrefetch, int] = OrderedDict()  # blocks that nobody holds yet
         self._num_kept = 0
-        self.num_fetched_blocks = self.num_unasked_blocks = 0
+        self.checkpoints = CheckpointReads(books, books.rows) if books.rows is not None else None
+        self.num_fetched_blocks = self.num_unasked_blocks = self.num_fetched_checkpoints = 0
         self.num_prefetches = self.num_short_prefetches = 0
 
     @property
     def held_ids(self) -> list[int]:
         """CPU blocks that reads own."""
         return [i for piece in self._pieces.values() for i in piece.ids]
+
+    @property
+    def pins(self) -> Iterable[Pin]:
+        """What is held of runs until a checkpoint has come."""
+        return self.checkpoints.pins if self.checkpoints is not None else ()
+
+    @property
+    def held(self) -> Iterable[Checkpoint]:
+        """Checkpoints that are held until a match has seen them."""
+        return self.checkpoints.held if self.checkpoints is not None else ()
 
     @property
     def is_idle(self) -> bool:
@@ -162,7 +178,7 @@ class StorageReads:
     def follow(self, prefetch: StoragePrefetch) -> None:
         """A match follows the prefetch, and holds what has come. One that ended for want of room goes on."""
         if prefetch.done.is_set():
-            if not prefetch.has_more:
+            if not prefetch.has_more or self.checkpoints is not None:  # what had come is gone
                 return
             prefetch.done.clear()
             prefetch.began_at = self._books.clock.now()
@@ -175,9 +191,11 @@ class StorageReads:
         """Give out the next pieces of a prefetch; where nothing more can come, it is done."""
         while prefetch.has_more and prefetch.num_in_flight < _PIECES_AT_A_TIME and self._link.can(TaskKind.PREFETCH):
             num_left = prefetch.num_present - prefetch.num_asked
+            if not num_left and prefetch.num_in_flight:  # its image comes last
+                break
             num_blocks = min(self._num_piece_blocks(), num_left, self._num_room(prefetch))
-            prefetch.lacks_room = num_blocks <= 0
-            if prefetch.lacks_room:
+            prefetch.lacks_room = num_blocks <= 0 if num_left else not self._fetch_image(prefetch)
+            if prefetch.lacks_room or not num_left:
                 break
             self._fetch(prefetch, num_blocks)
         if prefetch.num_in_flight:
@@ -190,6 +208,11 @@ class StorageReads:
 
     def _end(self, prefetch: StoragePrefetch) -> None:
         self._waiting.pop(prefetch, None)
+        if self.checkpoints is not None:
+            self._num_fetching -= prefetch.num_held
+            prefetch.num_held, prefetch.lacks_image = 0, False
+            prefetch.num_landed *= prefetch.has_checkpoint  # else nobody can use it
+            self.checkpoints.let_go(prefetch)
         self._books.await_room(self, bool(self._waiting), CPU)
         seconds, num_blocks = self._books.clock.now() - prefetch.began_at, prefetch.num_landed
         self._books.note(PrefetchEnded(seconds=seconds, request_id=prefetch.request_id, num_blocks=num_blocks))
@@ -239,6 +262,27 @@ class StorageReads:
         prefetch.num_asked += num_blocks
         self._num_fetching += num_blocks
 
+    def _fetch_image(self, prefetch: StoragePrefetch) -> bool:
+        """All that comes before its image is there: read that, if there is room for it; whether there was."""
+        assert self.checkpoints is not None
+        num_pages = self.checkpoints.num_pages(prefetch)
+        if num_pages > self._num_room(prefetch):
+            return False
+        prefetch.lacks_image = False
+        if not num_pages:  # at a boundary of chunks there is nothing to read
+            self._land_image(prefetch, array("i"))
+            return True
+        ids = self._books.take(num_pages, CPU, TASK)
+        try:
+            names = self.checkpoints.names(prefetch)
+            task = self._link.new_task(TaskKind.PREFETCH, names, destinations=ids, priority=prefetch.priority)
+            self._send(prefetch, task, self._pieces, _Piece(prefetch, prefetch.first, ids[:], is_image=True))
+        except BaseException:
+            self._pool.free(ids, TASK)
+            raise
+        self._num_fetching += num_pages
+        return True
+
     def _send(self, prefetch: StoragePrefetch, task: TransferTask, noted: dict[int, T], of: T) -> None:
         prefetch.task_ids.add(task.task_id)
         try:
@@ -255,7 +299,10 @@ class StorageReads:
         if self._link.client.needs_token_ids:
             tokens = prefetch.keys.part(0, (prefetch.first + end) * self._tree.block_bytes)
         hashes = prefetch.hashes[start * HASH_BYTES : end * HASH_BYTES]
-        return self._link.new_task(kind, hashes, destinations=ids, token_ids=tokens, priority=prefetch.priority)
+        stops = prefetch.stops if kind is TaskKind.LOOKUP else b""
+        return self._link.new_task(
+            kind, hashes, destinations=ids, token_ids=tokens, priority=prefetch.priority, detail=stops
+        )
 
     # -- ending
 
@@ -268,7 +315,7 @@ class StorageReads:
         prefetch.task_ids.discard(task_id)
         try:
             if piece is not None:  # before what may fail: its blocks are noted nowhere else
-                self._end_piece(piece, result)
+                (self._end_image if piece.is_image else self._end_piece)(piece, result)
             self._link.judge(result)
             if piece is not None:
                 if result.error is None and result.num_blocks:
@@ -278,8 +325,18 @@ class StorageReads:
                 num_present = min(result.num_blocks, prefetch.num_wanted)
                 if num_present >= self._limits.min_blocks and prefetch.epoch == self._tree.epoch:
                     prefetch.num_present = prefetch.num_found = num_present
+                    self._expect_image(prefetch)
         finally:  # whatever fails: nobody else would end it, and a match may wait for its end
             self._answered.append(prefetch)
+
+    def _expect_image(self, prefetch: StoragePrefetch) -> None:
+        """Behind all that storage has of it lies a checkpoint: nothing is read where that, and all before it, is more
+        than may be held at a time."""
+        if self.checkpoints is not None:
+            num_blocks = prefetch.num_present + self.checkpoints.num_pages(prefetch)
+            prefetch.lacks_image = num_blocks <= self._limits.max_blocks
+            if not prefetch.lacks_image:
+                prefetch.num_present, prefetch.lacks_room = 0, True
 
     def _insert(self, piece: _Piece, num_good: int) -> int:
         prefetch, ids = piece.prefetch, piece.ids[:num_good]
@@ -301,15 +358,45 @@ class StorageReads:
             num_joined = joined or 0
             prefetch.num_landed += num_good
             self.num_fetched_blocks += num_joined
+            if num_good and self.checkpoints is not None:
+                is_held = self.mishaps.ask(
+                    "landing", functools.partial(self.checkpoints.hold, prefetch), otherwise=False
+                )
+                continues = continues and is_held
+                self._num_fetching += num_good
+                prefetch.num_held += num_good
             del ids[num_good - num_joined : num_good]  # in place: a new array would need memory
         if num_good < num_blocks or not continues:  # what is behind it cannot be used
+            prefetch.lacks_image = False
             prefetch.num_present = min(prefetch.num_present, prefetch.num_landed)
             if result.error is None and (num_good < num_blocks or prefetch.epoch != self._tree.epoch):
                 prefetch.num_found = prefetch.num_present  # it has no more than that, or nobody may have it
             self._cancel(prefetch)
         if ids:
             self._pool.free(ids, TASK)
-        if num_joined and prefetch.is_followed:
+        if self.checkpoints is None:
+            self._has_come(prefetch, num_joined)
+
+    def _has_come(self, prefetch: StoragePrefetch, num_blocks: int) -> None:
+        """So many more CPU blocks are of use to its request."""
+        if num_blocks and prefetch.is_followed:
             self._books.note(Fetched(prefetch=prefetch))
-        elif num_joined and self._by_request.get(prefetch.request_id) is prefetch:
-            self._keep(prefetch, num_joined)
+        elif num_blocks and self._by_request.get(prefetch.request_id) is prefetch:
+            self._keep(prefetch, num_blocks)
+
+    def _end_image(self, piece: _Piece, result: TransferResult) -> None:
+        prefetch, num_pages = piece.prefetch, len(piece.ids)
+        self._num_fetching -= num_pages
+        prefetch.read_seconds += max([rank.seconds for rank in result.ranks], default=0.0)
+        is_whole = result.error is None and result.num_blocks == num_pages and prefetch.epoch == self._tree.epoch
+        if not (is_whole and self._land_image(prefetch, piece.ids)):
+            self._pool.free(piece.ids, TASK)
+
+    def _land_image(self, prefetch: StoragePrefetch, pages: array[int]) -> bool:
+        assert self.checkpoints is not None
+        land = functools.partial(self.checkpoints.land, prefetch, pages)
+        has_landed = self.mishaps.ask("landing", land, otherwise=False)
+        self.num_fetched_checkpoints += has_landed
+        if prefetch.has_checkpoint:
+            self._has_come(prefetch, prefetch.num_landed + len(pages) * has_landed)
+        return has_landed

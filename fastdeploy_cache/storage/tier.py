@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.changes import Copied, RoomCame, Used
+from fastdeploy_cache.books.changes import Copied, ImageCopied, RoomCame, Used
 from fastdeploy_cache.books.run import CPU, Run
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.ipc.event_log import event_log
@@ -53,6 +53,7 @@ class StorageTier:
         books, config, self.is_attached = self._books, self._config, True
         self.writes.forget_stored()
         books.listen(Copied, self.write_out.on_copied)
+        books.listen(ImageCopied, self.write_out.on_image_copied)
         books.listen(Used, self.write_out.on_used)
         books.listen(TaskEnded, self._on_copy_ended)
         books.listen(RoomCame, self._on_room_came)
@@ -63,6 +64,7 @@ class StorageTier:
         """Take nothing more, and answer who waits. What is on its way still comes back."""
         books, self.is_attached, self.link.is_detached = self._books, False, True
         books.ignore(Copied, self.write_out.on_copied)
+        books.ignore(ImageCopied, self.write_out.on_image_copied)
         books.ignore(Used, self.write_out.on_used)
         self._copy_down.follow_storage(None, 1)
         self.stop()

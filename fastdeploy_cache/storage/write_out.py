@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.changes import Copied, Used
+from fastdeploy_cache.books.changes import Copied, ImageCopied, Used
 from fastdeploy_cache.books.mishaps import contained
 from fastdeploy_cache.books.run import CPU, Run
 from fastdeploy_cache.config.cache import CacheConfig
@@ -48,6 +48,15 @@ class WriteOut:
             if self._num_copied >= self._look_after:
                 self._look_ahead()
         self._writes.pump()
+
+    @contained("write_out", None)
+    def on_image_copied(self, copied: ImageCopied) -> None:
+        """A checkpoint has an image in the CPU tier."""
+        checkpoint, run = copied.checkpoint, copied.checkpoint.run
+        is_due = self._min_uses == 1 or checkpoint.num_uses >= self._min_uses
+        if run is not None and (run in self._asked or (not self._back and is_due)):
+            self._writes.queue_checkpoint(checkpoint)
+            self._writes.pump()
 
     @contained("write_out", None)
     def on_used(self, used: Used) -> None:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_names import BlockNames
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.checkpoint import Checkpoint, chain_of
 from fastdeploy_cache.books.run import CPU, Run
 from fastdeploy_cache.books.run_notes import Stored
+from fastdeploy_cache.storage.checkpoint_writes import CheckpointWrites
 from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.storage.prefetch import StorageLimits
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
@@ -53,16 +55,22 @@ class StorageWrites:
         self._drained = books.clock.event()  # nothing is queued or being written
         self._drained.set()
         self.num_written_blocks = self.num_skipped_blocks = 0
+        rows = books.rows
+        self.checkpoints = CheckpointWrites(books, rows, link, self._is_coming) if rows is not None else None
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is queued or being written."""
-        return not self._queue and not self._writes
+        are_idle = self.checkpoints is None or self.checkpoints.is_idle
+        return are_idle and not self._queue and not self._writes
 
     @property
     def num_in_flight(self) -> int:
         """Tasks that are writing now."""
-        return len(self._writes)
+        return len(self._writes) + (self.checkpoints.num_in_flight if self.checkpoints is not None else 0)
+
+    def _is_coming(self, run: Run) -> bool:
+        return run in self._queue or any(write.run is run for write in self._writes.values())
 
     def wait_drained(self, timeout_seconds: float) -> bool:
         """Wait until nothing is queued or being written; False when the time is over first. Not under the lock."""
@@ -72,6 +80,8 @@ class StorageWrites:
         """It is another store, or one that may have lost what was not durable."""
         for run in self._tree.runs():
             run.stored = run.stored.front(0)
+        if self.checkpoints is not None:
+            self.checkpoints.forget_stored()
 
     def find_lost_marks(self, runs: Iterable[Run]) -> None:
         """Where a run was cut or joined while it was being written, nobody has noted that storage has it: let these
@@ -90,10 +100,31 @@ class StorageWrites:
         num_uses = max(1, run.num_uses)  # computing it is its first use
         if num_uses != run.stored.offered_use and not any(write.run is run for write in self._writes.values()):
             run.stored = run.stored.but(offered_use=num_uses, num_offered=0)
-        self.queue(run)
+        self._queue_blocks(run)
+        if self.checkpoints is not None:
+            for checkpoint in chain_of(run):
+                self.checkpoints.offer(checkpoint)
+            self._note_queued()
 
     def queue(self, run: Run) -> None:
-        """Offer what of this run has a copy and was not offered."""
+        """Offer what of this run, and of its checkpoints, has a copy and was not offered."""
+        self._queue_blocks(run)
+        if self.checkpoints is not None:
+            for checkpoint in chain_of(run):
+                self.checkpoints.queue(checkpoint)
+            self._note_queued()
+
+    def queue_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """The same of a checkpoint alone."""
+        assert self.checkpoints is not None
+        self.checkpoints.queue(checkpoint)
+        self._note_queued()
+
+    def _note_queued(self) -> None:
+        if not self.is_idle:
+            self._drained.clear()
+
+    def _queue_blocks(self, run: Run) -> None:
         if self._start_of(run) < run.cpu_end:
             self._queue[run] = run.cpu_end - self._start_of(run)
             self._drained.clear()
@@ -120,9 +151,16 @@ class StorageWrites:
     def pump(self) -> None:
         """Start writing what is queued, as far as there is room in flight."""
         self._start_writes()
-        if self._queue and (self._link.is_detached or not self._link.writing.is_closed):  # nobody is owed a backlog
+        if self.checkpoints is not None:
+            num_busy = self._num_writing + self.checkpoints.num_writing
+            self.checkpoints.pump(self._limits.max_writing_blocks - num_busy, is_alone=not num_busy)
+        if not self.is_idle and (
+            self._link.is_detached or not self._link.writing.is_closed
+        ):  # nobody is owed a backlog
             self.num_skipped_blocks += sum(self._queue.values())
             self._queue.clear()
+            if self.checkpoints is not None:
+                self.checkpoints.clear()
         if self.is_idle:
             self._drained.set()
 
@@ -171,6 +209,9 @@ class StorageWrites:
 
     def finish(self, result: TransferResult) -> Run | None:
         """A write has ended. Returns the run where it has more blocks in storage now; `pump` goes on."""
+        if self.checkpoints is not None and self.checkpoints.has(result.task.task_id):
+            self.checkpoints.finish(result)
+            return None
         write = self._writes.pop(result.task.task_id)
         self._pool.end_reading(write.ids)
         self._num_writing -= len(write.ids)

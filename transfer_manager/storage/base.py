@@ -71,6 +71,11 @@ class Storage(Protocol):
         """How many of the blocks, counted from the first, are there. May be wrong; `read` is not."""
         ...
 
+    def find(self, hashes: Sequence[bytes]) -> Sequence[bool]:
+        """Of each object whether it is there, in one go. May be wrong, as above. A store that has no such method is
+        asked for one after the other by `count_leading`."""
+        ...
+
     def read(self, blocks: Blocks) -> int:
         """Fill the buffers. Returns how many, counted from the first, now hold exactly what was written under their
         hashes; what the buffers behind hold is undefined."""

@@ -38,7 +38,7 @@ from fastdeploy_cache.transfer_manager.storage.file_space import (
     other_weights,
     remove_space,
 )
-from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace, is_page
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +137,12 @@ class FileStorage:
         self._check_open()
         return len(self._index.find_leading(blocks.hashes))
 
+    def find(self, hashes: Sequence[bytes]) -> list[bool]:
+        """See `Storage`."""
+        self._check_open()
+        missing = set(self._index.missing(hashes))
+        return [place not in missing for place in range(len(hashes))]
+
     def read(self, blocks: Blocks) -> int:
         """See `Storage`. Damaged objects and those that the disk cannot read are removed."""
         self._check_open()
@@ -159,7 +165,8 @@ class FileStorage:
         self._index.touch(hashes)
         missing = self._index.missing(hashes)
         num_kept = len(set(hashes)) - len(missing)
-        del missing[self._admission.admit([hashes[i] for i in missing], blocks.priority) :]
+        if not (missing and is_page(hashes[missing[0]])):  # of a checkpoint, whose blocks were admitted before it
+            del missing[self._admission.admit([hashes[i] for i in missing], blocks.priority) :]
         if missing:
             with _failing(f"write to {self._path}"):
                 slots = self._take_slots(len(missing), num_kept)

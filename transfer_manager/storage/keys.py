@@ -3,20 +3,27 @@
 A key is the key space's digest and the block hash. The space holds all that decides a block's bytes beside its tokens:
 weights, layout, block size, rank and world size; the block hash has tokens, extra keys and namespace in it
 (`fastdeploy_cache.books.block_hash`). Digests are SHA-256 over msgpack of fixed fields, cut to 16 bytes.
+
+The image of a hybrid model's checkpoint is stored in its pages, each an object as large as a block. They are named by
+the hash of the block that ends at its boundary, which has all tokens in front of it in it, and by their place.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import msgspec
 
 from fastdeploy_cache.ipc.codec import taken_apart
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
+from fastdeploy_cache.transfer_manager.kv.parts import KVPart
 
 KEY_VERSION = 1
+NO_STOP, IMAGE_STOP, BARE_STOP = 0, 1, 2  # of a block: no request may go on behind it; by an image; by full KV alone
+_PAGE_MARK = b"fdc-page"  # what names of pages end with: that a block's hash does is one in 2^64
 DIGEST = re.compile(r"[0-9a-f]{32}")
 _KEY = re.compile(
     rf"(?P<prefix>fdc{KEY_VERSION}:(?P<weights>{DIGEST.pattern}):{DIGEST.pattern}:)(?P<hash>[0-9a-f]{{64}})"
@@ -100,12 +107,29 @@ def weights_prefix(weights_id: str, version: int = KEY_VERSION) -> str:
     return f"fdc{version}:{weights_digest_of(weights_id)}:"
 
 
+def page_names(block_hash: bytes, num_pages: int) -> list[bytes]:
+    """The names of a checkpoint's pages in their order, 32 bytes each. They are counted from the end: the last page has
+    the same name whatever their number is, so a look-up can ask for it alone."""
+    heads = [hashlib.sha256(block_hash + place.to_bytes(4, "little")).digest()[:24] for place in range(num_pages)]
+    return [head + _PAGE_MARK for head in reversed(heads)]
+
+
+def is_page(name: bytes) -> bool:
+    """Whether an object is a page of a checkpoint, not a block."""
+    return name.endswith(_PAGE_MARK)
+
+
 def describe_image(layout: RankLayout) -> str:
-    """How a block's image in the CPU tier is made up; where the pieces lie on a device does not matter."""
-    parts = ", ".join(
-        f"{part.name} {part.dtype}{list(part.shape)} tokens at {part.token_axis}" for part in layout.parts
-    )
-    return f"{layout.num_layers} layers of {parts}"
+    """How a block's image in the CPU tier is made up, and of a hybrid model also that of a checkpoint; where the pieces
+    lie on a device does not matter."""
+    if not layout.layers:
+        return f"{layout.num_layers} layers of {_described(layout.parts)}"
+    layers = [f"{layout.rows[each.row]} layer of {_described(each.parts)}" for each in layout.layers]
+    return "; ".join(layers)
+
+
+def _described(parts: Sequence[KVPart]) -> str:
+    return ", ".join(f"{part.name} {part.dtype}{list(part.shape)} tokens at {part.token_axis}" for part in parts)
 
 
 def _digest(data: bytes) -> str:

@@ -61,10 +61,14 @@ class MooncakeStorage:
 
     def count_leading(self, blocks: Blocks) -> int:
         """See `Storage`. One call to the master."""
-        if not blocks.hashes:
-            return 0
-        codes = answered("batch_is_exist", self._client().batch_is_exist(self._keys(blocks.hashes)))
-        return [*(code == 1 for code in codes), False].index(False)
+        return [*self.find(blocks.hashes), False].index(False)
+
+    def find(self, hashes: Sequence[bytes]) -> list[bool]:
+        """See `Storage`. One call to the master."""
+        if not hashes:
+            return []
+        codes = answered("batch_is_exist", self._client().batch_is_exist(self._keys(hashes)))
+        return [code == 1 for code in codes]
 
     def read(self, blocks: Blocks) -> int:
         """See `Storage`. What is not exactly what was written is removed, and the read ends there."""

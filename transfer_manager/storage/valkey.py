@@ -52,8 +52,12 @@ class ValkeyStorage:
 
     def count_leading(self, blocks: Blocks) -> int:
         """See `Storage`. One round trip; an object of the wrong length does not count."""
+        return [*self.find(blocks.hashes), False].index(False)
+
+    def find(self, hashes: Sequence[bytes]) -> list[bool]:
+        """See `Storage`. One round trip."""
         whole = self._space.object_bytes + SEAL_BYTES
-        return [*(length == whole for length in self._lengths(blocks.hashes)), False].index(False)
+        return [length == whole for length in self._lengths(hashes)]
 
     def read(self, blocks: Blocks) -> int:
         """See `Storage`. What is not exactly what was written is removed, and the read ends there."""

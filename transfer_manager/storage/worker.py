@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import sys
 import threading
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -22,12 +23,14 @@ from fastdeploy_cache.transfer_manager.process.lanes import LaneServer
 from fastdeploy_cache.transfer_manager.process.main import serve_process
 from fastdeploy_cache.transfer_manager.storage import open_storage
 from fastdeploy_cache.transfer_manager.storage.base import Blocks
+from fastdeploy_cache.transfer_manager.storage.keys import BARE_STOP, NO_STOP, is_page, page_names
 from fastdeploy_cache.transfer_manager.storage.setup import StorageSetup, StoreReport
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 
 logger = logging.getLogger(__name__)
 
 _HASH_BYTES = 32
+_MAX_BOUNDARIES = 256  # that a look-up asks for, from the deepest on
 
 
 class StorageExecutor:
@@ -65,9 +68,13 @@ class StorageExecutor:
     def _do(self, task: TransferTask) -> Moved:
         store, kind = self._store, task.kind
         if kind is TaskKind.LOOKUP:
-            moved = Moved(0, store.count_leading(self._blocks(task)))
+            moved = Moved(0, self._count(task))
         elif kind is TaskKind.PREFETCH:
-            num_whole = store.read(self._blocks(task, task.destination_ids))
+            blocks = self._blocks(task, task.destination_ids)
+            num_whole = store.read(blocks)
+            if num_whole < len(blocks.hashes) and is_page(blocks.hashes[0]):
+                with self._one_writer:
+                    store.remove(blocks.hashes)  # or look-ups would find an image again that is not whole
             moved = Moved(num_whole * self._size, num_whole)
         elif kind is TaskKind.WRITE:
             with self._one_writer:
@@ -82,6 +89,25 @@ class StorageExecutor:
             raise StorageError(f"a storage process does not {kind.value}")
         counts = {name: value for name, value in dataclasses.asdict(store.stats()).items() if value is not None}
         return moved._replace(counts=counts | {"opened_ns": self._opened_ns})
+
+    def _count(self, task: TransferTask) -> int:
+        """Leading blocks that are there or, where the task asks for a checkpoint, up to the deepest boundary among them
+        of whose image the last page is there, too."""
+        blocks = self._blocks(task)
+        num_leading = self._store.count_leading(blocks)
+        if not task.detail:
+            return num_leading
+        stops = [end for end in range(num_leading, 0, -1) if task.detail[end - 1] != NO_STOP][:_MAX_BOUNDARIES]
+        bare = next((end for end in stops if task.detail[end - 1] == BARE_STOP), 0)
+        asked = [end for end in stops if end > bare]
+        there = self._find([page_names(blocks.hashes[end - 1], 1)[0] for end in asked])
+        return next((end for end, is_there in zip(asked, there, strict=True) if is_there), bare)
+
+    def _find(self, names: Sequence[bytes]) -> Iterable[bool]:
+        find: Callable[[Sequence[bytes]], Sequence[bool]] | None = getattr(self._store, "find", None)
+        if find is not None:
+            return find(names)
+        return (self._store.count_leading(Blocks(hashes=[name])) == 1 for name in names)
 
     def _blocks(self, task: TransferTask, ids: Int32Array | None = None) -> Blocks:
         hashes = [task.hashes[i : i + _HASH_BYTES] for i in range(0, len(task.hashes), _HASH_BYTES)]

@@ -1,0 +1,315 @@
+"""Checkpoints in storage: written behind their full KV, found by their boundary, read last, and held until then."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from fastdeploy_cache import PrefixCacheManager, Request
+from fastdeploy_cache.requests.match import Match
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
+from fastdeploy_cache.transfer_manager.storage.keys import ObjectKey, is_page
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
+from tests.rigs.held_store import stored_in
+from tests.rigs.hybrid_requests import BOTH, ONLY_STATE, ONLY_WINDOW, TEXT, computed, manager
+
+LONG = [*TEXT, *range(50, 64)]  # goes on behind TEXT: eight blocks
+FIELDS: dict[str, Any] = {
+    "num_cpu_blocks": 60, "cpu_write_policy": "write_through", "num_gpu_units": (6, 12), "max_load_share": 1.0,
+    "max_prefetch_share": 0.9, "min_prefetch_tokens": 1, "load_policy": "always", "prefetch_policy": "wait_complete",
+}  # fmt: skip
+
+
+def new_cache(layout: KVLayout = BOTH, **fields: Any) -> PrefixCacheManager:
+    units = {"num_gpu_units": (12,)} if len(layout.groups) == 2 else {}
+    return manager(layout, **{**FIELDS, **units, **fields})
+
+
+def pages_of(objects: Iterable[str]) -> list[str]:
+    parsed = {key: ObjectKey.parse(key) for key in objects}
+    return [key for key, each in parsed.items() if each is not None and is_page(each.block_hash)]
+
+
+@pytest.fixture
+def objects() -> dict[str, bytes]:
+    """What a cache has written that served TEXT and LONG, each unit with bytes of its own."""
+    kept: dict[str, bytes] = {}
+    cache = new_cache()
+    with stored_in(cache, kept):
+        for name, tokens in (("text", TEXT), ("long", LONG)):
+            request = computed(cache, name, tokens)
+            cache.release(request)
+        assert cache.storage.flush(5.0)
+    return kept
+
+
+def names_of(task: TransferTask) -> list[bytes]:
+    return [task.hashes[i : i + 32] for i in range(0, len(task.hashes), 32)]
+
+
+def ask(cache: PrefixCacheManager, tokens: list[int], name: str = "again") -> tuple[Request, Match]:
+    request = Request(request_id=name, prompt_token_ids=tokens)
+    cache.prefetch(request)
+    return request, cache.match(request)
+
+
+def test_a_restart_finds_the_deepest_checkpoint(objects: dict[str, bytes]) -> None:
+    """Full KV up to its boundary and its image, and no more than these."""
+    cache = new_cache()
+    with stored_in(cache, objects) as store:
+        request, match = ask(cache, LONG)
+        match = match.poll()
+        assert (match.num_tokens, match.num_storage_tokens) == (28, 28)
+        assert [(table.first_block, len(table.block_ids)) for table in match.tables] == [(6, 1), (5, 2)]
+        kinds = [task.kind for task in store.log if task.kind in (TaskKind.LOOKUP, TaskKind.PREFETCH)]
+        assert kinds == [TaskKind.LOOKUP, TaskKind.PREFETCH, TaskKind.PREFETCH]
+        cache.release(request)
+        cache.check_invariants()
+        request, match = ask(cache, TEXT, "other")
+        assert match.poll().num_tokens == 16
+        cache.release(request)
+
+
+def test_bytes_are_those_that_were_written() -> None:
+    """Of the full block, the state and each unit of the window, through the store and back."""
+    kept: dict[str, bytes] = {}
+    written: list[bytes] = []
+    for life in range(2):
+        cache = new_cache()
+        with stored_in(cache, kept):
+            views = cache.ranks.kv_views(0)
+            if life == 0:
+                for layer, parts in enumerate(views):
+                    for number, view in enumerate(parts.values()):
+                        for unit in range(len(view)):
+                            view[unit] = 1000 * layer + 100 * number + unit + 1
+                request = computed(cache, "text")
+                match = None
+            else:
+                request, match = ask(cache, TEXT)
+                match = match.poll()
+                assert match.num_tokens == 16
+            active = cache._requests.active(request)
+            assert active.rows is not None
+            ids = [list(active.block_ids[:4]), active.rows.tables[0].tolist(), active.rows.tables[1].tolist()]
+            if match is None:  # what the checkpoint at 16 tokens has
+                checkpoint = active.rows.used[-1]
+                assert cache._books.rows is not None
+                state, window = cache._books.rows.checkpoints.unit_ids(checkpoint)
+                ids = [ids[0], state.tolist(), window.tolist()]
+            found = [
+                view[unit].tobytes()
+                for parts, of in zip(views, ids, strict=True)
+                for view in parts.values()
+                for unit in of
+            ]
+            written.append(b"".join(found))
+            cache.release(request)
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("what", ["blocks", "image"])
+@pytest.mark.parametrize("how", ["gone", "cut short", "one bit turned"])
+@pytest.mark.parametrize("place", [0, -1])
+def test_what_is_not_whole_is_a_miss_for_exactly_that(
+    objects: dict[str, bytes], what: str, how: str, place: int
+) -> None:
+    """The checkpoint in front of it is found the next time, if that is whole; nothing is left of what came in vain."""
+    cache = new_cache()
+    with stored_in(cache, objects) as store:
+        request, _ = ask(cache, LONG)
+        cache.release(request)
+        blocks, image = [names_of(task) for task in store.log if task.kind is TaskKind.PREFETCH]
+    name = (blocks if what == "blocks" else image)[place]
+    key = store.space.key(name)
+    whole = objects.pop(key)
+    if how != "gone":
+        objects[key] = whole[:-1] if how == "cut short" else whole[:-1] + bytes([whole[-1] ^ 1])
+    cache = new_cache()
+    with stored_in(cache, objects):
+        for number in range(2):
+            request, match = ask(cache, LONG, str(number))
+            match = match.poll()
+            assert match.ready and match.num_tokens in (0, 16)
+            cache.check_invariants()
+            cache.release(request)
+            cache.check_invariants()
+            assert not cache.storage.pins
+        is_in_front = what == "blocks" and place == 0
+        assert match.num_tokens == (0 if is_in_front else 16), "the checkpoint of TEXT"
+    assert key not in objects
+
+
+def test_what_has_come_is_held_until_its_checkpoint_has(objects: dict[str, bytes]) -> None:
+    """Without a checkpoint behind it, it is dead KV. The image comes last, and the match grows when it is there."""
+    cache = new_cache()
+    with stored_in(cache, objects) as store:
+        store.holds = {TaskKind.PREFETCH}
+        request, match = ask(cache, LONG)
+        assert (match.num_tokens, match.ready) == (0, False) and match.num_coming_tokens > 0
+        blocks = store.step()
+        cache.check_invariants()
+        assert len(blocks.destination_ids) == 7 and len(store.tasks) == 1, "then its image"
+        assert match.poll().num_tokens == 0 and len(cache.storage.pins) == 1
+        store.go()
+        match = match.poll()
+        assert (match.ready, match.num_tokens) == (True, 28)
+        assert not cache.storage.pins and not cache.storage.held_checkpoints
+        cache.release(request)
+
+
+@pytest.mark.parametrize("fails", ["the blocks", "the image"])
+@pytest.mark.parametrize("is_matched", [True, False])
+def test_a_read_that_fails_leaves_nothing(objects: dict[str, bytes], fails: str, is_matched: bool) -> None:
+    """Neither blocks that nobody can use nor a pin; the request computes its prompt."""
+    cache = new_cache()
+    with stored_in(cache, objects) as store:
+        store.holds = {TaskKind.PREFETCH}
+        request = Request(request_id="again", prompt_token_ids=LONG)
+        cache.prefetch(request)
+        match = cache.match(request) if is_matched else None
+        if fails == "the image":
+            store.step()
+        store.go("the disk is gone")
+        cache.check_invariants()
+        assert not cache.storage.pins and cache.stats().cpu.num_cached == 0
+        if match is not None:
+            match = match.poll()
+            assert (match.ready, match.num_tokens) == (True, 0)
+            cache.release(request)
+
+
+@pytest.mark.parametrize("end", ["release", "reset", "detach", "take what is there"])
+def test_who_does_not_wait_leaves_nothing_behind(objects: dict[str, bytes], end: str) -> None:
+    """Whatever ends a prefetch in its midst, no pin and no dead KV stays."""
+    cache = new_cache()
+    with stored_in(cache, objects) as store:
+        store.holds = {TaskKind.PREFETCH}
+        request, _ = ask(cache, LONG)
+        store.step()
+        if end == "reset":
+            cache.reset()
+        elif end == "detach":
+            cache.storage.detach()
+        elif end == "take what is there":
+            assert len(cache.rows.allocate(request, 8).block_ids) == 8
+        else:
+            cache.release(request)
+        cache.check_invariants()
+        store.go()
+        cache.check_invariants()
+        if end != "release":
+            cache.release(request)
+        assert not cache.storage.pins and not cache.storage.held_checkpoints
+
+
+def test_a_match_keeps_what_it_had_where_the_deeper_one_does_not_come(objects: dict[str, bytes]) -> None:
+    """TEXT is on the GPU; of LONG the image is lost on its way. The match stays at 16 tokens."""
+    cache = new_cache()
+    with stored_in(cache, objects) as store:
+        cache.release(computed(cache, "text"))
+        store.holds = {TaskKind.PREFETCH}
+        request, match = ask(cache, LONG)
+        assert (match.num_tokens, match.ready) == (16, False)
+        store.step()
+        store.go("lost")
+        match = match.poll()
+        assert (match.ready, match.num_tokens, match.num_gpu_tokens) == (True, 16, 16)
+        assert [(table.first_block, len(table.block_ids)) for table in match.tables] == [(3, 1), (2, 2)]
+        cache.check_invariants()
+        cache.release(request)
+        request, match = ask(cache, LONG, "once more")
+        match = match.poll()
+        assert (match.num_tokens, match.num_gpu_tokens, match.num_storage_tokens) == (28, 16, 12)
+        cache.release(request)
+
+
+def test_an_image_is_written_behind_its_full_kv() -> None:
+    """Of each checkpoint no page is offered before storage has all blocks in front of it."""
+    objects: dict[str, bytes] = {}
+    cache = new_cache()
+    with stored_in(cache, objects) as store:
+        store.holds = {TaskKind.WRITE}
+        cache.release(computed(cache, "text"))
+        assert [len(task.hashes) // 32 for task in store.tasks] == [4]
+        store.step("the disk is full")
+        assert not store.tasks, "and none where they were not taken"
+        request, _ = ask(cache, TEXT)
+        cache.rows.allocate(request, 1)
+        cache.commit(request, 18)
+        cache.release(request)
+        store.step()
+        (image,) = store.tasks
+        assert all(map(is_page, names_of(image)))
+        store.go()
+        assert len(pages_of(objects)) == len(image.source_ids)
+        assert cache.storage.flush(5.0)
+
+
+def test_what_the_store_has_dropped_is_written_again(objects: dict[str, bytes]) -> None:
+    """A flush asks for every page, too."""
+    cache = new_cache()
+    with stored_in(cache, objects):
+        cache.release(computed(cache, "text"))
+        assert cache.storage.flush(5.0)
+        page = pages_of(objects)[0]
+        del objects[page]
+        assert not cache.storage.flush(5.0), "one is missing"
+        assert page not in objects
+        assert cache.storage.flush(5.0)
+        assert page in objects
+
+
+@pytest.mark.parametrize("other", ["weights", "dtype", "reach", "block_size"])
+def test_images_of_another_model_are_not_found(objects: dict[str, bytes], other: str) -> None:
+    """Other names, so other objects."""
+    layout, weights_id, fields = BOTH, "w", dict[str, Any]()
+    if other == "weights":
+        weights_id = "v"
+    elif other == "block_size":
+        fields = {"block_size": 2, "num_gpu_units": (6, 24), "num_cpu_blocks": 120}
+    else:
+        full, state, window = BOTH.groups
+        changed: dict[str, Any] = {"dtype": "float32"} if other == "dtype" else {"reach_tokens": 7}
+        layout = KVLayout(
+            num_layers=3,
+            num_kv_heads=1,
+            head_dim=4,
+            groups=(full, state, dataclasses.replace(window, **changed)),
+        )
+    cache = new_cache(layout, **fields)
+    with stored_in(cache, objects, weights_id):
+        request, match = ask(cache, LONG)
+        assert (match.poll().ready, match.poll().num_tokens) == (True, 0)
+        cache.release(request)
+
+
+@pytest.mark.parametrize("layout", [ONLY_STATE, ONLY_WINDOW], ids=["state", "window"])
+def test_each_kind_of_row(layout: KVLayout) -> None:
+    """A model with states alone, and one with windows alone."""
+    objects: dict[str, bytes] = {}
+    for life in range(2):
+        cache = new_cache(layout)
+        with stored_in(cache, objects):
+            request, match = ask(cache, TEXT)
+            assert match.poll().num_tokens == 16 * life
+            if life == 0:
+                new = cache.rows.allocate(request, 5)
+                if layout is ONLY_STATE:
+                    cache.rows.snapshot(request, 16, new.tables[0].block_ids)
+                cache.commit(request, 16)
+                cache.commit(request, 18)
+            cache.release(request)
+
+
+def test_more_than_may_be_held_is_not_fetched(objects: dict[str, bytes]) -> None:
+    """What is read of a prompt stays until its image has come, so all of it has to fit at once."""
+    cache = new_cache(max_prefetch_share=0.1)
+    with stored_in(cache, objects) as store:
+        request, match = ask(cache, LONG)
+        assert (match.poll().ready, match.poll().num_tokens) == (True, 0)
+        assert not [task for task in store.log if task.kind is TaskKind.PREFETCH]
+        cache.release(request)
