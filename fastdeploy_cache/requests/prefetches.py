@@ -62,7 +62,7 @@ class Prefetches:
         return found.with_fetch(prefetch)
 
     def _stops(self, request: Request, blocks: range) -> bytes:
-        """Of a hybrid model, behind which of these blocks the request may go on, and by what."""
+        """Behind which of these blocks a request of a hybrid model may go on, and by what."""
         rows = self._books.rows
         if rows is None:
             return b""

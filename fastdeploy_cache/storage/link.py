@@ -52,6 +52,7 @@ class StorageLink:
         self.counts: dict[int, dict[str, int]] = {}  # by rank: what its store says of itself
         self.ended_counts = Counter[str]()  # of these, what the processes before them had counted
         self.is_quiet = False  # nothing is to be started
+        self._has_rows = books.rows is not None
         self._next_task_id = 1
         self._probes: dict[int, array[int]] = {}
         self.is_detached = False  # a store whose thread was held up may open after that: nobody would own a probe then
@@ -65,6 +66,19 @@ class StorageLink:
         self.is_quiet = quiet
 
     @property
+    def _is_unfit(self) -> bool:
+        """Whether it names blocks by their tokens: pages of checkpoints have none."""
+        return self._has_rows and self.client.needs_token_ids
+
+    def warn_if_unfit(self) -> None:
+        """Say so, once it is open."""
+        if self._is_unfit:
+            logger.error(
+                "event=storage_unfit reason='it asks for token ids, and has no names for checkpoints' remedy=%r",
+                "use a store that goes by hashes, such as file, valkey or mooncake",
+            )
+
+    @property
     def held_ids(self) -> list[int]:
         """CPU blocks that are lent to probes."""
         return [i for ids in self._probes.values() for i in ids]
@@ -76,7 +90,7 @@ class StorageLink:
 
     def can(self, kind: TaskKind) -> bool:
         """Whether to give it a task now. Where it was left alone for long enough, a probe is sent."""
-        if self.is_quiet:
+        if self.is_quiet or self._is_unfit:
             return False
         breaker = self._breaker(kind)
         if breaker.is_probe_due(self._clock.now()) and not self._probes:

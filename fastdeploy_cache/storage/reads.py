@@ -20,6 +20,7 @@ from fastdeploy_cache.books.run import CPU, Pin
 from fastdeploy_cache.storage.checkpoint_reads import CheckpointReads
 from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.storage.prefetch import Fetched, PrefetchEnded, StorageLimits, StoragePrefetch
+from fastdeploy_cache.storage.room import PrefetchRoom
 from fastdeploy_cache.storage.unasked import UnaskedStore
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
@@ -27,7 +28,6 @@ T = TypeVar("T")
 _MAX_REMEMBERED = 1024  # prefetches of requests that were never matched
 _PIECE_SECONDS = 0.02
 _PIECES_AT_A_TIME = 2  # of a prefetch: one is read while the next waits in the queue
-_KEPT_SECONDS = 60.0  # what was brought for a request that is not matched yet: others are not read over it so long
 
 
 @dataclass(eq=False)
@@ -43,9 +43,7 @@ class _Piece:
 
 class StorageReads:
     """All prefetches. A prefetch that finds no room waits for others to end, or for the loads of the match that follows
-    it: what these have brought to the GPU needs no CPU block any more. What was brought for requests that are not
-    matched yet is no room for another such request: of a queue that does not fit, the first ones are there when they
-    are matched, where otherwise each would take the place of the one before. Under the lock."""
+    it: what these have brought to the GPU needs no CPU block any more. Under the lock."""
 
     def __init__(self, books: Books, link: StorageLink, limits: StorageLimits, unasked: UnaskedStore) -> None:
         self._books, self._tree, self._pool = books, books.tree, books.pools[CPU]
@@ -55,10 +53,8 @@ class StorageReads:
         self._pieces: dict[int, _Piece] = {}
         self._waiting: OrderedDict[StoragePrefetch, None] = OrderedDict()  # for room
         self._answered: list[StoragePrefetch] = []  # to go on with at the end of the turn
-        self._num_fetching = 0  # blocks
+        self._room = PrefetchRoom(books, limits)
         self._by_request: OrderedDict[str, StoragePrefetch] = OrderedDict()
-        self._kept: OrderedDict[StoragePrefetch, int] = OrderedDict()  # blocks that nobody holds yet
-        self._num_kept = 0
         self.checkpoints = CheckpointReads(books, books.rows) if books.rows is not None else None
         self.num_fetched_blocks = self.num_unasked_blocks = self.num_fetched_checkpoints = 0
         self.num_prefetches = self.num_short_prefetches = 0
@@ -93,7 +89,7 @@ class StorageReads:
         self.num_short_prefetches += is_short and num_missing_blocks > 0
         if is_short or not self._link.can(TaskKind.LOOKUP):
             return False
-        is_worth = self._link.speeds.is_worth_fetching(num_missing_blocks, self._num_fetching)
+        is_worth = self._link.speeds.is_worth_fetching(num_missing_blocks, self._room.num_fetching)
         self.num_unasked_blocks += 0 if is_worth else num_missing_blocks
         return is_worth
 
@@ -119,7 +115,7 @@ class StorageReads:
         """The request's prefetch, which is the caller's to revoke from now on."""
         prefetch = self._by_request.pop(request_id, None)
         if prefetch is not None:
-            self._keep_no_more(prefetch)
+            self._room.keep_no_more(prefetch)
         return prefetch
 
     def forget(self, request_id: str) -> None:
@@ -130,7 +126,7 @@ class StorageReads:
 
     def revoke(self, prefetch: StoragePrefetch) -> None:
         """Nobody wants what has not come yet."""
-        self._keep_no_more(prefetch)
+        self._room.keep_no_more(prefetch)
         if not prefetch.revoked:
             prefetch.revoked, prefetch.is_followed = True, False
             self._cancel(prefetch)
@@ -145,13 +141,6 @@ class StorageReads:
 
     def _cancel(self, prefetch: StoragePrefetch) -> None:
         self._link.cancel(prefetch.task_ids)
-
-    def _keep(self, prefetch: StoragePrefetch, num_blocks: int) -> None:
-        self._kept[prefetch] = self._kept.get(prefetch, 0) + num_blocks
-        self._num_kept += num_blocks
-
-    def _keep_no_more(self, prefetch: StoragePrefetch) -> None:
-        self._num_kept -= self._kept.pop(prefetch, 0)
 
     # -- pieces
 
@@ -193,7 +182,7 @@ class StorageReads:
             num_left = prefetch.num_present - prefetch.num_asked
             if not num_left and prefetch.num_in_flight:  # its image comes last
                 break
-            num_blocks = min(self._num_piece_blocks(), num_left, self._num_room(prefetch))
+            num_blocks = min(self._num_piece_blocks(), num_left, self._room.num_blocks(prefetch))
             prefetch.lacks_room = num_blocks <= 0 if num_left else not self._fetch_image(prefetch)
             if prefetch.lacks_room or not num_left:
                 break
@@ -209,7 +198,7 @@ class StorageReads:
     def _end(self, prefetch: StoragePrefetch) -> None:
         self._waiting.pop(prefetch, None)
         if self.checkpoints is not None:
-            self._num_fetching -= prefetch.num_held
+            self._room.num_fetching -= prefetch.num_held
             prefetch.num_held, prefetch.lacks_image = 0, False
             prefetch.num_landed *= prefetch.has_checkpoint  # else nobody can use it
             self.checkpoints.let_go(prefetch)
@@ -226,31 +215,6 @@ class StorageReads:
         limits, num_fast = self._limits, self._link.speeds.num_fetched_blocks_in(_PIECE_SECONDS)
         return max(limits.chunk_blocks, min(limits.max_chunk_blocks, num_fast))
 
-    def _num_room(self, prefetch: StoragePrefetch) -> int:
-        residency, num_allowed = self._tree.residency, self._limits.max_blocks - self._num_fetching
-        if num_allowed > 0 and not residency.num_available(CPU) and prefetch.is_followed:
-            path, _ = self._tree.find(prefetch.namespace, prefetch.keys, prefetch.first + prefetch.num_landed)
-            for run in path:
-                residency.drop_spare_copies(run)
-        num_available = residency.num_available(CPU)
-        if prefetch.is_followed:
-            return min(num_allowed, num_available)
-        while self._kept and num_available <= self._num_kept:
-            oldest = next(iter(self._kept))
-            if self._is_kept(oldest):
-                break
-            self._keep_no_more(oldest)
-        return min(num_allowed, num_available - self._num_kept)
-
-    def _is_kept(self, prefetch: StoragePrefetch) -> bool:
-        """Not what is cached no more, nor what an engine seems to have forgotten."""
-        if prefetch.epoch != self._tree.epoch:
-            return False
-        if self._books.clock.now() - prefetch.began_at > _KEPT_SECONDS and not prefetch.num_in_flight:
-            return False
-        num_brought = prefetch.first + prefetch.num_landed
-        return self._tree.find(prefetch.namespace, prefetch.keys, num_brought)[1] >= num_brought
-
     def _fetch(self, prefetch: StoragePrefetch, num_blocks: int) -> None:
         ids, start = self._books.take(num_blocks, CPU, TASK), prefetch.num_asked
         try:
@@ -260,13 +224,13 @@ class StorageReads:
             self._pool.free(ids, TASK)
             raise
         prefetch.num_asked += num_blocks
-        self._num_fetching += num_blocks
+        self._room.num_fetching += num_blocks
 
     def _fetch_image(self, prefetch: StoragePrefetch) -> bool:
         """All that comes before its image is there: read that, if there is room for it; whether there was."""
         assert self.checkpoints is not None
         num_pages = self.checkpoints.num_pages(prefetch)
-        if num_pages > self._num_room(prefetch):
+        if num_pages > self._room.num_blocks(prefetch):
             return False
         prefetch.lacks_image = False
         if not num_pages:  # at a boundary of chunks there is nothing to read
@@ -280,7 +244,7 @@ class StorageReads:
         except BaseException:
             self._pool.free(ids, TASK)
             raise
-        self._num_fetching += num_pages
+        self._room.num_fetching += num_pages
         return True
 
     def _send(self, prefetch: StoragePrefetch, task: TransferTask, noted: dict[int, T], of: T) -> None:
@@ -330,8 +294,8 @@ class StorageReads:
             self._answered.append(prefetch)
 
     def _expect_image(self, prefetch: StoragePrefetch) -> None:
-        """Behind all that storage has of it lies a checkpoint: nothing is read where that, and all before it, is more
-        than may be held at a time."""
+        """All that is read is held until the checkpoint behind it has come: where that is more than may be held at a
+        time, nothing is read."""
         if self.checkpoints is not None:
             num_blocks = prefetch.num_present + self.checkpoints.num_pages(prefetch)
             prefetch.lacks_image = num_blocks <= self._limits.max_blocks
@@ -346,7 +310,7 @@ class StorageReads:
 
     def _end_piece(self, piece: _Piece, result: TransferResult) -> None:
         prefetch, ids, num_blocks = piece.prefetch, piece.ids, len(piece.ids)
-        self._num_fetching -= num_blocks
+        self._room.num_fetching -= num_blocks
         num_good = min(result.num_blocks, num_blocks) if result.error is None else 0
         prefetch.read_seconds += max([rank.seconds for rank in result.ranks], default=0.0)
         continues = prefetch.first + prefetch.num_landed == piece.first and prefetch.epoch == self._tree.epoch
@@ -363,7 +327,7 @@ class StorageReads:
                     "landing", functools.partial(self.checkpoints.hold, prefetch), otherwise=False
                 )
                 continues = continues and is_held
-                self._num_fetching += num_good
+                self._room.num_fetching += num_good
                 prefetch.num_held += num_good
             del ids[num_good - num_joined : num_good]  # in place: a new array would need memory
         if num_good < num_blocks or not continues:  # what is behind it cannot be used
@@ -382,11 +346,11 @@ class StorageReads:
         if num_blocks and prefetch.is_followed:
             self._books.note(Fetched(prefetch=prefetch))
         elif num_blocks and self._by_request.get(prefetch.request_id) is prefetch:
-            self._keep(prefetch, num_blocks)
+            self._room.keep(prefetch, num_blocks)
 
     def _end_image(self, piece: _Piece, result: TransferResult) -> None:
         prefetch, num_pages = piece.prefetch, len(piece.ids)
-        self._num_fetching -= num_pages
+        self._room.num_fetching -= num_pages
         prefetch.read_seconds += max([rank.seconds for rank in result.ranks], default=0.0)
         is_whole = result.error is None and result.num_blocks == num_pages and prefetch.epoch == self._tree.epoch
         if not (is_whole and self._land_image(prefetch, piece.ids)):

@@ -98,6 +98,7 @@ class StorageTier:
         if self._was_open:
             self.writes.forget_stored()
         elif not self.link.is_quiet:
+            self.link.warn_if_unfit()
             self._probe()
         self._was_open = True
         self.writes.pump()

@@ -250,7 +250,7 @@ def test_a_reset_lets_go_of_what_was_brought() -> None:
 def test_what_an_engine_has_forgotten_is_kept_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that never says that a request has gone does not lose its prefetches for good."""
     rig, requests = with_queue()
-    monkeypatch.setattr("fastdeploy_cache.storage.reads._KEPT_SECONDS", 0.0)
+    monkeypatch.setattr("fastdeploy_cache.storage.room._KEPT_SECONDS", 0.0)
     for request in requests[5:]:
         rig.model.cache.prefetch(request)
         rig.store.land_all()

@@ -11,9 +11,10 @@ import pytest
 from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.requests.match import Match
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.storage.keys import ObjectKey, is_page
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
-from tests.rigs.held_store import stored_in
+from tests.rigs.held_store import HeldStore, stored_in
 from tests.rigs.hybrid_requests import BOTH, ONLY_STATE, ONLY_WINDOW, TEXT, computed, manager
 
 LONG = [*TEXT, *range(50, 64)]  # goes on behind TEXT: eight blocks
@@ -313,3 +314,18 @@ def test_more_than_may_be_held_is_not_fetched(objects: dict[str, bytes]) -> None
         assert (match.poll().ready, match.poll().num_tokens) == (True, 0)
         assert not [task for task in store.log if task.kind is TaskKind.PREFETCH]
         cache.release(request)
+
+
+def test_a_store_that_goes_by_tokens_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    """It has no names for checkpoints: one line says so, and nothing is read or written."""
+    cache = new_cache()
+    with cache:
+        store = HeldStore(cache, {})
+        store.needs_token_ids = True
+        cache.storage.attach(StorageConfig(folder="/nowhere", weights_id="w"), client=store)
+        assert "event=storage_unfit" in caplog.text
+        cache.release(computed(cache, "text"))
+        request, match = ask(cache, LONG)
+        assert match.num_tokens == 16 and match.ready
+        cache.release(request)
+        assert {task.kind for task in store.log} <= {TaskKind.PROBE}

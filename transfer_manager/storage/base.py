@@ -72,8 +72,8 @@ class Storage(Protocol):
         ...
 
     def find(self, hashes: Sequence[bytes]) -> Sequence[bool]:
-        """Of each object whether it is there, in one go. May be wrong, as above. A store that has no such method is
-        asked for one after the other by `count_leading`."""
+        """Say of each object whether it is there, in one go. May be wrong, as above. A store that has no such method
+        is asked for one after the other by `count_leading`."""
         ...
 
     def read(self, blocks: Blocks) -> int:
