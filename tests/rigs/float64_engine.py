@@ -111,7 +111,8 @@ class Float64Engine:
         self.cache = PrefixCacheManager(config)
         self._arrays = RankArrays(self.cache, config.transfer.tp_size)
         self.num_hits = self.num_preempted = self.num_snapshots = self.num_refused = self.num_rejected = 0
-        self.num_requests = self.num_cpu_tokens = self.num_ahead = 0
+        self.num_requests = self.num_cpu_tokens = self.num_storage_tokens = self.num_ahead = 0
+        self.is_patient = False  # it waits for all that comes from storage before it matches
         self.disturb: Callable[[], None] = lambda: None  # called before and after verbs that start copies
 
     # -- memory, as the model sees that of one request
@@ -131,10 +132,14 @@ class Float64Engine:
 
     def _match(self, sequence: Served) -> None:
         self.disturb()
+        if self.cache.storage.is_attached:
+            prefetch = self.cache.prefetch(sequence.request)
+            if self.is_patient:
+                prefetch.wait(WAIT_SECONDS)
         match = self.cache.match(sequence.request)
         self.disturb()
         num_tokens, block_ids = match.num_tokens, list(match.block_ids)
-        if match.num_coming_tokens and (drawn := self.random.random()) < 0.9:  # else it takes what is there
+        if match.num_coming_tokens and ((drawn := self.random.random()) < 0.9 or self.is_patient):  # else what is there
             if drawn < 0.3:
                 self.cache.rows.allocate(sequence.request, 0, ahead_of_loads=True)
                 match = match.poll()
@@ -151,6 +156,7 @@ class Float64Engine:
                 match = match.wait(WAIT_SECONDS)
                 num_tokens, block_ids = match.num_tokens, list(match.block_ids)
         self.num_cpu_tokens += match.num_cpu_tokens
+        self.num_storage_tokens += match.num_storage_tokens
         sequence.block_ids, sequence.num_hit = block_ids, num_tokens
         sequence.num_computed, sequence.stops = num_tokens, match.checkpoint_tokens
         sequence.logits = []

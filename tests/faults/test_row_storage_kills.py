@@ -1,0 +1,63 @@
+"""A hybrid model whose checkpoints outlive it: everything is killed, and the next life hits with equal logits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.stored_float64 import prompts, serve_one, storing
+
+pytestmark = pytest.mark.processes
+
+NUM_KILLS = int(os.environ.get("FASTDEPLOY_CACHE_ROW_STORAGE_KILLS", "6"))  # 66 in .ci/night
+
+
+def live(folder: Path, seed: int, num_requests: int) -> int:
+    """One life of that program, until so many requests are served; how many tokens came from storage."""
+    command = [sys.executable, "-m", "tests.rigs.stored_float64", str(folder), str(seed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        num_stored = 0
+        for _ in range(num_requests):
+            line = process.stdout.readline()
+            if not line:
+                raise AssertionError(process.stderr.read())
+            num_stored += int(line.split()[1])
+        for pid in [process.pid, *pids]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return num_stored
+
+
+@pytest.mark.timeout(60 + 12 * NUM_KILLS)
+def test_everything_is_killed_again_and_again(tmp_path: Path) -> None:
+    """Whatever it is doing. Each logit is that from scratch, and later lives hit what earlier ones wrote (what was
+    written in the last half second may be lost)."""
+    draw = random.Random(5)
+    found = [live(tmp_path, seed, draw.randint(15, 60)) for seed in range(NUM_KILLS)]
+    assert sum(number > 0 for number in found[1:]) >= (NUM_KILLS - 1) // 2, found
+
+
+def test_a_restart_hits_what_a_run_without_one_would(tmp_path: Path) -> None:
+    """At least 95 % of the tokens, and equal logits."""
+    texts = prompts(2)
+    engine = storing(str(tmp_path), 1)
+    with engine.cache:
+        for prompt in texts:
+            serve_one(engine, prompt, 3)
+        expected = sum([serve_one(engine, prompt, 3).num_hit for prompt in texts])
+        assert engine.cache.storage.flush(20.0)
+    engine = storing(str(tmp_path), 1)
+    engine.is_patient = True
+    with engine.cache:
+        found = sum([serve_one(engine, prompt, 3).num_hit for prompt in texts])
+        assert found >= 0.95 * expected > 0, (found, expected)
+        assert engine.num_storage_tokens > 0.3 * found
