@@ -38,6 +38,7 @@ def summary_facts(summary: SpaceSummary, names: Mapping[str, str]) -> Facts:
     return {
         **space_facts(summary.space, names),
         "objects": summary.num_objects,
+        "pages": summary.num_pages,
         "bytes": summary.num_bytes,
         "allocated_bytes": summary.allocated_bytes,
         "last_written": summary.last_written_seconds,
@@ -55,7 +56,8 @@ def checked_facts(checked: Checked, names: Mapping[str, str]) -> Facts:
         "listed": checked.is_listed,
         "mended": checked.is_mended,
         "damaged_objects": [
-            {"where": each.where, "hash": each.block_hash, "reason": each.reason} for each in checked.damage
+            {"where": each.where, "hash": each.block_hash, "reason": each.reason, "page": each.is_page}
+            for each in checked.damage
         ],
     }
 
@@ -81,6 +83,7 @@ def _sum(spaces: Sequence[Facts]) -> Facts:
         ],
         "spaces": len(spaces),
         "objects": sum(row["objects"] for row in spaces),
+        "pages": sum(row["pages"] for row in spaces),
         "bytes": _total(row["bytes"] for row in spaces),
         "allocated_bytes": _total(row["allocated_bytes"] for row in spaces),
         "open_spaces": _total(row["open"] for row in spaces),
@@ -127,12 +130,14 @@ def size(num_bytes: float | None) -> str:
 
 def weights_table(rows: Sequence[Facts]) -> Table:
     """A line for each weights."""
-    columns = ("weights", "ranks", "spaces", "objects", "bytes", "on the disk", "open")
+    has_pages = any(row["pages"] for row in rows)  # of a hybrid model
+    columns = ("weights", "ranks", "spaces", "objects", *(("pages",) * has_pages), "bytes", "on the disk", "open")
     cells = [
         (
             Text(weights(row)),
             ", ".join(f"{len(group['ranks'])} of {group['tp_size']}" for group in row["ranks"]) or _UNKNOWN,
-            *(row["spaces"], f"{row['objects']:,}", size(row["bytes"]), size(row["allocated_bytes"]), _open(row)),
+            *(row["spaces"], f"{row['objects']:,}", *((f"{row['pages']:,}",) * has_pages)),
+            *(size(row["bytes"]), size(row["allocated_bytes"]), _open(row)),
         )
         for row in rows
     ]
@@ -156,7 +161,10 @@ def checked_table(rows: Sequence[Facts]) -> Table:
 def damage(row: Facts, num_shown: int, *, was_to_go: bool) -> list[str]:
     """What is wrong with a space, and what has become of that, a line each; of its objects the first ones."""
     objects = row["damaged_objects"]
-    lines = [f"damaged: {each['where']}: {each['reason']} (block {each['hash']})" for each in objects[:num_shown]]
+    lines = [
+        f"damaged: {each['where']}: {each['reason']} ({'page' if each['page'] else 'block'} {each['hash']})"
+        for each in objects[:num_shown]
+    ]
     if len(objects) > num_shown:
         lines.append(f"damaged: {len(objects) - num_shown:,} more; --json FILE has all")
     if not row["listed"]:
@@ -177,12 +185,13 @@ def details(row: Facts) -> list[str]:
         "layout": row["layout"] and _readable(shown(row["layout"])),
         "block size": row["block_size"] and f"{row['block_size']} tokens, {size(row['object_bytes'])}",
         "objects": f"{row['objects']:,}",
+        "pages": row["pages"] and f"{row['pages']:,} of the objects, which are of checkpoints",
         "bytes": size(row["bytes"]),
         "on the disk": row["allocated_bytes"] and size(row["allocated_bytes"]),
         "last written": written and f"{datetime.fromtimestamp(written, UTC):%Y-%m-%d %H:%M:%S} UTC",
         "open": {True: "an engine has it", False: "no engine has it", None: None}[row["open"]],
     }
-    return [shown(row["where"]), *(f"  {name:<14}{fact}" for name, fact in facts.items() if fact is not None)]
+    return [shown(row["where"]), *(f"  {name:<14}{fact}" for name, fact in facts.items() if fact not in (None, 0))]
 
 
 def _readable(layout: str) -> str:

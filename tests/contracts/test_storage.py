@@ -47,6 +47,19 @@ def test_more_blocks_than_one_call_of_a_server_takes(place: Place) -> None:
     np.testing.assert_array_equal(prompt.segment, prompt.data)
 
 
+def test_each_object_is_found_by_itself(place: Place) -> None:
+    """Which are there, also behind one that is not; a store without the method is asked for one after the other."""
+    store, prompt = place.open()
+    store.write(prompt.blocks())
+    store.remove(prompt.hashes[3:5])
+    find = getattr(store, "find", None)
+    if find is None:
+        assert place.kind == "memory" or "memory_storage" in place.kind
+        return
+    assert list(find(prompt.hashes)) == [number not in (3, 4) for number in range(len(prompt.hashes))]
+    assert list(find([])) == []
+
+
 def test_an_empty_store_has_nothing(place: Place) -> None:
     """Nothing is counted, read or removed where nothing was written, and no blocks are no work."""
     store, prompt = place.open()

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.stored_float64 import prompts, serve_one, storing
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+from tests.rigs.float64_engine import WAIT_SECONDS
+from tests.rigs.storage_servers import MooncakeLender, MooncakeMaster, ValkeyServer
+from tests.rigs.stored_float64 import prompts, serve_one, storing, storing_in
 
 pytestmark = pytest.mark.processes
 
@@ -61,3 +64,42 @@ def test_a_restart_hits_what_a_run_without_one_would(tmp_path: Path) -> None:
         found = sum([serve_one(engine, prompt, 3).num_hit for prompt in texts])
         assert found >= 0.95 * expected > 0, (found, expected)
         assert engine.num_storage_tokens > 0.3 * found
+
+
+def hits_again(store: StorageConfig) -> int:
+    """Two lives over a store that outlives both; the tokens that the second has from it."""
+    texts = prompts(4)
+    for life in range(2):
+        engine = storing_in(store, life)
+        engine.is_patient = True
+        with engine.cache:
+            assert engine.cache.storage._tier is not None
+            for prompt in texts:
+                serve_one(engine, prompt, 3)
+            assert engine.cache.wait_for_transfers(WAIT_SECONDS)
+            assert engine.cache.storage.flush(20.0)
+    return engine.num_storage_tokens
+
+
+def test_over_a_valkey_server(tmp_path: Path) -> None:
+    """Checkpoints come back over the socket, and logits are equal."""
+    server = ValkeyServer(tmp_path)
+    server.start()
+    try:
+        assert hits_again(StorageConfig(kind="valkey", server_url=server.unix_url, weights_id="rows")) > 50
+    finally:
+        server.kill()
+
+
+@pytest.mark.leaks_allowed
+def test_over_a_mooncake_cluster() -> None:
+    """The same over a cluster of another process's memory."""
+    master = MooncakeMaster()
+    master.start()
+    lender = MooncakeLender(master)
+    try:
+        store = StorageConfig(kind="mooncake", master_address=master.address, weights_id="rows", segment_bytes=0)
+        assert hits_again(store) > 50
+    finally:
+        lender.kill()
+        master.kill()

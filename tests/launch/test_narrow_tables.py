@@ -58,6 +58,7 @@ STORED = {
     "rank": 15,
     "tp_size": 16,
     "objects": 12345678,
+    "pages": 0,
     "bytes": 9 * 10**14,
     "allocated_bytes": 8 * 10**14,
     "open_spaces": 15,

@@ -197,6 +197,7 @@ def test_verify_names_what_is_damaged(folder: Path) -> None:
         "where": f"slot 0 of {path / 'slab-00000'}",
         "hash": name_of(0).hex(),
         "reason": "its bytes are not those that were written",
+        "page": False,
     }
     assert [damage[f"slot {slot} of {path / 'slab-00001'}"]["reason"] for slot in range(4)] == [
         "the file is missing"

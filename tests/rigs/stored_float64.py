@@ -15,9 +15,14 @@ from tests.rigs.float64_model import VOCABULARY
 NUM_PROMPTS = 12
 
 
-def storing(folder: str, seed: int, *, num_cpu_blocks: int = 120, **fields: Any) -> Float64Engine:
-    """An engine that prefetches each prompt, and writes all through."""
+def storing(folder: str, seed: int, **fields: Any) -> Float64Engine:
+    """An engine with a folder."""
     store = StorageConfig(folder=folder, weights_id="float64", admission="all", capacity_bytes=2**27)
+    return storing_in(store, seed, **fields)
+
+
+def storing_in(store: StorageConfig, seed: int, *, num_cpu_blocks: int = 120, **fields: Any) -> Float64Engine:
+    """An engine that prefetches each prompt, and writes all through."""
     return Float64Engine(
         seed=seed,
         num_gpu_blocks=60,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from fastdeploy_cache.errors import StorageRefusedError
-from fastdeploy_cache.transfer_manager.storage.keys import KeySpace, ObjectKey
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace, ObjectKey, is_page
 
 _CLASSES = {
     "file": "fastdeploy_cache.transfer_manager.storage.file_admin:FileAdmin",
@@ -47,6 +47,7 @@ class SpaceSummary:
     Attributes:
         num_objects: as far as they are durable.
         num_bytes: of them, without checksums; None: the store could not tell.
+        num_pages: of the objects, pages of a hybrid model's checkpoints; the others are blocks.
         allocated_bytes: what its files take on the disk; None: it has no files.
         last_written_seconds: since the epoch; None: not known.
         is_open: whether a living engine has it; None: the store cannot tell.
@@ -55,6 +56,7 @@ class SpaceSummary:
     space: Space
     num_objects: int
     num_bytes: int | None
+    num_pages: int = 0
     allocated_bytes: int | None = None
     last_written_seconds: float | None = None
     is_open: bool | None = None
@@ -66,13 +68,18 @@ class Damage:
 
     Attributes:
         where: the slot and its file, or the key.
-        block_hash: of the block, in hexadecimal digits.
+        block_hash: of the block, in hexadecimal digits; of a page of a checkpoint, its name.
         reason: why that is thought.
     """
 
     where: str
     block_hash: str
     reason: str
+
+    @property
+    def is_page(self) -> bool:
+        """Whether it is a page of a checkpoint."""
+        return is_page(bytes.fromhex(self.block_hash))
 
 
 @dataclass(frozen=True, kw_only=True)

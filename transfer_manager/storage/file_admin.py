@@ -172,6 +172,7 @@ class FileAdmin:
             space=_space(path, key_space),
             num_objects=num_objects,
             num_bytes=num_objects * key_space.object_bytes,
+            num_pages=replay.num_pages if replay else 0,
             allocated_bytes=_allocated_bytes(path),
             last_written_seconds=last_written(path) or None,
             is_open=is_locked(self._disk, path),

@@ -23,6 +23,7 @@ import numpy as np
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.transfer_manager.storage.base import SEAL_BYTES
 from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
+from fastdeploy_cache.transfer_manager.storage.keys import PAGE_MARK
 
 JOURNAL_NAME = "journal"
 TEMPORARY_SUFFIX = ".new"
@@ -68,6 +69,13 @@ class JournalReplay:
     chain: int
     num_records: int
     is_whole: bool
+
+    @property
+    def num_pages(self) -> int:
+        """Objects that are pages of checkpoints."""
+        names = np.frombuffer(np.ascontiguousarray(self.live["hash"]).tobytes(), np.uint8).reshape(-1, HASH_BYTES)
+        mark = np.frombuffer(PAGE_MARK, np.uint8)
+        return int((names[:, -len(mark) :] == mark).all(axis=1).sum())
 
     def puts(self) -> list[Put]:
         """The objects, oldest first."""

@@ -23,7 +23,7 @@ from fastdeploy_cache.transfer_manager.kv.parts import KVPart
 
 KEY_VERSION = 1
 NO_STOP, IMAGE_STOP, BARE_STOP = 0, 1, 2  # of a block: no request may go on behind it; by an image; by full KV alone
-_PAGE_MARK = b"fdc-page"  # what names of pages end with: that a block's hash does is one in 2^64
+PAGE_MARK = b"fdc-page"  # what names of pages end with: that a block's hash does is one in 2^64
 DIGEST = re.compile(r"[0-9a-f]{32}")
 _KEY = re.compile(
     rf"(?P<prefix>fdc{KEY_VERSION}:(?P<weights>{DIGEST.pattern}):{DIGEST.pattern}:)(?P<hash>[0-9a-f]{{64}})"
@@ -111,12 +111,12 @@ def page_names(block_hash: bytes, num_pages: int) -> list[bytes]:
     """The names of a checkpoint's pages in their order, 32 bytes each. They are counted from the end: the last page has
     the same name whatever their number is, so a look-up can ask for it alone."""
     heads = [hashlib.sha256(block_hash + place.to_bytes(4, "little")).digest()[:24] for place in range(num_pages)]
-    return [head + _PAGE_MARK for head in reversed(heads)]
+    return [head + PAGE_MARK for head in reversed(heads)]
 
 
 def is_page(name: bytes) -> bool:
     """Whether an object is a page of a checkpoint, not a block."""
-    return name.endswith(_PAGE_MARK)
+    return name.endswith(PAGE_MARK)
 
 
 def describe_image(layout: RankLayout) -> str:

@@ -30,7 +30,7 @@ from fastdeploy_cache.transfer_manager.storage.admin import (
     unheard,
 )
 from fastdeploy_cache.transfer_manager.storage.base import SEAL_BYTES, Segment, seal
-from fastdeploy_cache.transfer_manager.storage.keys import ObjectKey, weights_digest_of
+from fastdeploy_cache.transfer_manager.storage.keys import ObjectKey, is_page, weights_digest_of
 from fastdeploy_cache.transfer_manager.storage.mooncake import answered, connect, register, remove_weights
 
 METRICS_PORT = 9003
@@ -76,12 +76,19 @@ class MooncakeAdmin(StorageAdmin):
     def spaces(self) -> list[SpaceSummary]:
         """See `StorageAdmin`. The size of one object of each space stands for all."""
         last_keys, counts = dict[Space, str](), Counter[Space]()
+        num_pages = Counter[Space]()
         for name, key in self._keys():
             space = _space(name)
             last_keys[space] = key
             counts[space] += 1
+            num_pages[space] += is_page(name.block_hash)
         return [
-            SpaceSummary(space=space, num_objects=counts[space], num_bytes=self._num_bytes(key, counts[space]))
+            SpaceSummary(
+                space=space,
+                num_objects=counts[space],
+                num_bytes=self._num_bytes(key, counts[space]),
+                num_pages=num_pages[space],
+            )
             for space, key in sorted(last_keys.items(), key=lambda item: item[0].where)
         ]
 

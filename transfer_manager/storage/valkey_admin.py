@@ -20,7 +20,7 @@ from fastdeploy_cache.transfer_manager.storage.admin import (
     unheard,
 )
 from fastdeploy_cache.transfer_manager.storage.base import SEAL_BYTES, seal
-from fastdeploy_cache.transfer_manager.storage.keys import KEY_VERSION, KeySpace, ObjectKey, weights_prefix
+from fastdeploy_cache.transfer_manager.storage.keys import KEY_VERSION, KeySpace, ObjectKey, is_page, weights_prefix
 from fastdeploy_cache.transfer_manager.storage.valkey import (
     SPACES_KEY,
     connect,
@@ -53,16 +53,19 @@ class ValkeyAdmin(StorageAdmin):
         with self._server() as client:
             listed = _listed(client)
             last_keys, counts = dict[Space, bytes](), Counter[Space]()
+            num_pages = Counter[Space]()
             for name, key in _keys(client, f"fdc{KEY_VERSION}:"):
                 space = _space(name, listed)
                 last_keys[space] = key
                 counts[space] += 1
+                num_pages[space] += is_page(name.block_hash)
             found = {_space_of(key_space) for key_space in listed.values()} | counts.keys()
             return [
                 SpaceSummary(
                     space=space,
                     num_objects=counts[space],
                     num_bytes=_object_bytes(client, space, last_keys) * counts[space],
+                    num_pages=num_pages[space],
                 )
                 for space in sorted(found, key=lambda space: space.where)
             ]
