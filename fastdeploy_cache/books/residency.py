@@ -47,10 +47,10 @@ class Residency:
         pool = self.pools[tier]
         count = pool.count
         num_evictable = count(RUN) - self.num_protected[tier]
-        if pool.num_read:  # frees nothing yet; some of it may be held, too, and on the GPU most is a caller's own
-            num_evictable = max(0, num_evictable - (pool.num_read if tier else pool.num_read_of(RUN)))
         if tier and self.checkpoints is not None:
             num_evictable += count(CHECKPOINT) - self.checkpoints.num_pinned_pages
+        if pool.num_read:  # frees nothing yet; some of it may be held, too, and on the GPU most is a caller's own
+            num_evictable = max(0, num_evictable - (pool.num_read if tier else pool.num_read_of(RUN)))
         return pool.num_free + num_evictable
 
     def is_leaf(self, run: Run, tier: Tier) -> bool:

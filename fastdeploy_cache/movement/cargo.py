@@ -55,8 +55,9 @@ class Landings:
                 del segment.ids[num_left:]
                 self._send_home(segment.ids)
             transfer.num_lost += num_left
-            if num_joined and transfer.tier is CPU and Copied in books.listeners:
-                books.note(Copied(Pin(segment.run, segment.run.cpu_end), num_blocks=num_joined))
+            run = segment.run  # trimmed by now, if the checkpoint behind it has gone meanwhile
+            if num_joined and transfer.tier is CPU and Copied in books.listeners and run.parent is not None and run.cpu:
+                books.note(Copied(Pin(run, run.cpu_end), num_blocks=num_joined))
 
     def _send_home(self, ids: array[int]) -> None:
         """Ids that no run took. Where a request already reads them they stay with the task: given out again, they would

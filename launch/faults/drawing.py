@@ -132,11 +132,10 @@ def new_story(seed: int, fault_names: tuple[str, ...], most_acts: int = _NUM_ACT
 
 
 def _with_rows(choose: random.Random, settings: Settings) -> Settings:
-    """Settings for a hybrid model, which has no store and no peers yet."""
+    """Settings for a hybrid model, which has no peers yet."""
     return msgspec.structs.replace(
         settings,
         num_engines=1,
-        has_store=False,
         has_peers=False,
         kv_owner=choose.choice(("engine", "engine", "transfer")),
         recompute_last_token=False,

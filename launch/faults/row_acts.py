@@ -120,7 +120,8 @@ class RowActs:
             match = user.call("poll", match.poll)
             user.world.host.sleep(_THINK_SECONDS * user.world.host.chance.random())
         self._see(prompt, rows, match)
-        if not user.check_found(prompt, match.num_tokens, match.block_ids):
+        is_void = prompt.generation < self._cache._books.tree.generations.last_gpu_loss
+        if is_void or not user.check_found(prompt, match.num_tokens, match.block_ids):
             return
         if self._allocate(prompt, rows, self._cache.blocks_for(len(prompt.tokens)), match.block_ids):
             prompt.num_computed = match.num_tokens

@@ -146,8 +146,8 @@ def _whole(story: Story) -> Story:
     settings = story.settings
     if settings.has_peers and settings.num_engines < 2:
         raise ValueError("engines that hand blocks to each other are two or more")
-    if settings.has_rows and (len(settings.num_units) != _NUM_ROWS or settings.has_store or settings.has_peers):
-        raise ValueError(f"num_units of a hybrid model are {_NUM_ROWS}, and it has no store and no peers")
+    if settings.has_rows and (len(settings.num_units) != _NUM_ROWS or settings.has_peers):
+        raise ValueError(f"num_units of a hybrid model are {_NUM_ROWS}, and it has no peers")
     if [len(users) for users in story.users] != [settings.num_users] * settings.num_engines:
         raise ValueError(f"it has to have {settings.num_users} users for each of {settings.num_engines} engines")
     for act in (act for users in story.users for acts in users for act in acts):

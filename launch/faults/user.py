@@ -168,10 +168,6 @@ class StoryUser:
         if drawn is None:
             return
         prompt, patience = drawn
-        if self.engine.settings.has_store and act.third % 4:
-            fetch = self.call("prefetch", lambda: self.cache.prefetch(prompt.request))
-            longer = max(patience, 0.05)  # storage is worth a wait
-            self.call("prefetch wait", lambda: fetch.wait(longer), longer)
         self.match(prompt, patience, ahead=act.third % 5 == 4)
         is_whole = act.second % 4  # most are computed at once, the others bit by bit
         if prompt.table and prompt in self.running and is_whole:
@@ -183,7 +179,12 @@ class StoryUser:
             self.end(act)
             return None
         self.engine.seen["requests"] += 1
-        return self.prompt_of(act), _PATIENCE[act.third // 12 % 2][act.third % 3]
+        prompt, patience = self.prompt_of(act), _PATIENCE[act.third // 12 % 2][act.third % 3]
+        if self.engine.settings.has_store and act.third % 4:
+            fetch = self.call("prefetch", lambda: self.cache.prefetch(prompt.request))
+            longer = max(patience, 0.05)  # storage is worth a wait
+            self.call("prefetch wait", lambda: fetch.wait(longer), longer)
+        return prompt, patience
 
     def prompt_of(self, act: Act) -> Prompt:
         """See `admit`."""

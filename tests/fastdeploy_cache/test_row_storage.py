@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import PrefixCacheManager, Request
+from fastdeploy_cache.books.block_pool import CHECKPOINT
+from fastdeploy_cache.books.run import CPU, Pin
 from fastdeploy_cache.requests.match import Match
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
@@ -329,3 +331,25 @@ def test_a_store_that_goes_by_tokens_is_not_used(caplog: pytest.LogCaptureFixtur
         assert match.num_tokens == 16 and match.ready
         cache.release(request)
         assert {task.kind for task in store.log} <= {TaskKind.PROBE}
+
+
+def test_pages_that_are_being_written_are_no_room() -> None:
+    """They may leave their checkpoint meanwhile, but are free only when they have been read: more than there is would
+    be promised, and nothing could go for it."""
+    cache = new_cache(num_cpu_blocks=8)
+    with stored_in(cache, {}) as store:
+        store.holds = {TaskKind.WRITE}
+        cache.release(computed(cache, "text"))
+        store.step()
+        (image,) = store.tasks
+        pool, residency = cache._books.pools[CPU], cache._books.residency
+        assert residency.num_available(CPU) == pool.num_blocks - len(image.source_ids)
+        run = next(iter(cache._books.tree.runs()))
+        with cache._books:
+            cache._books.tree.pin(pin := Pin(run, run.num_blocks))  # of the full KV alone
+            num_unread = pool.count(CHECKPOINT) - len(image.source_ids)
+            assert residency.num_available(CPU) == pool.num_free + num_unread
+            cache._books.tree.unpin(pin)
+        cache.check_invariants()
+        store.go()
+        assert residency.num_available(CPU) == pool.num_blocks
