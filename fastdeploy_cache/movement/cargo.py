@@ -55,8 +55,9 @@ class Landings:
                 del segment.ids[num_left:]
                 self._send_home(segment.ids)
             transfer.num_lost += num_left
-            run = segment.run  # trimmed by now, if the checkpoint behind it has gone meanwhile
-            if num_joined and transfer.tier is CPU and Copied in books.listeners and run.parent is not None and run.cpu:
+            run = segment.run
+            is_trimmed = books.rows is not None and not run.cpu  # the checkpoint behind it has gone meanwhile
+            if num_joined and transfer.tier is CPU and Copied in books.listeners and not is_trimmed:
                 books.note(Copied(Pin(run, run.cpu_end), num_blocks=num_joined))
 
     def _send_home(self, ids: array[int]) -> None:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES, BlockHasher
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.checkpoint import Checkpoint
-from fastdeploy_cache.books.run import Pin, Run
+from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError, NotEnoughMemoryError, StorageError
 from fastdeploy_cache.ipc.clock import seconds_to_wait
@@ -20,7 +19,7 @@ from fastdeploy_cache.ipc.shortage import is_shortage, limit_of
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.storage.absent import NoReads, NoTier
-from fastdeploy_cache.storage.prefetch import StoragePrefetch
+from fastdeploy_cache.storage.prefetch import Holding, StoragePrefetch
 from fastdeploy_cache.transfer_manager.client import RankStatus
 
 if TYPE_CHECKING:
@@ -194,19 +193,14 @@ class StorageAccess:
         return self._tier.is_idle
 
     @property
-    def held_ids(self) -> list[int]:
-        """CPU blocks that tasks of storage own, of stores that are opening or were detached, too."""
-        return [block_id for tier in (*self._beside, self._tier) for block_id in tier.held_ids]
-
-    @property
-    def pins(self) -> list[Pin]:
-        """What prefetches hold of runs."""
-        return [pin for tier in (*self._beside, self._tier) for pin in tier.reads.pins]
-
-    @property
-    def held_checkpoints(self) -> list[Checkpoint]:
-        """Checkpoints that prefetches hold."""
-        return [each for tier in (*self._beside, self._tier) for each in tier.reads.held]
+    def held(self) -> Holding:
+        """What tasks and prefetches hold, of stores that are opening or were detached, too."""
+        tiers = (*self._beside, self._tier)
+        return Holding(
+            [block_id for tier in tiers for block_id in tier.held_ids],
+            [pin for tier in tiers for pin in tier.reads.pins],
+            [each for tier in tiers for each in tier.reads.held],
+        )
 
     @property
     def tasks_in_flight(self) -> Mapping[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_keys import BlockKeys
@@ -43,6 +44,14 @@ class StorageLimits:
             chunk_blocks=chunk,
             max_chunk_blocks=max_chunk,
         )
+
+
+class Holding(NamedTuple):
+    """CPU blocks that tasks of storage own, and what prefetches keep of the tree."""
+
+    block_ids: list[int]
+    pins: list[Pin]
+    checkpoints: list[Checkpoint]
 
 
 @dataclass(eq=False, repr=False)

@@ -24,7 +24,7 @@ from fastdeploy_cache.transfer_manager.storage import open_storage
 from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, StorageStats
 from fastdeploy_cache.transfer_manager.storage.client import StorageProcesses
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
-from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace, page_names
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 _TASK_BYTES = 128 * 2**20  # as the cache cuts them for a fast store
@@ -43,9 +43,13 @@ def layout_of_bytes(object_bytes: int) -> RankLayout:
 class Store:
     """A store behind its process, as an engine has it, and blocks to write and to read into."""
 
-    def __init__(self, config: StorageConfig, object_bytes: int, num_objects: int) -> None:
-        """Raises `StorageRefusedError`, or `LaunchError` where it cannot be reached."""
+    def __init__(self, config: StorageConfig, object_bytes: int, num_objects: int, per_task: int = 0) -> None:
+        """`per_task`: objects of a task; 0: as many as the cache would take of a prompt.
+
+        Raises `StorageRefusedError`, or `LaunchError` where it cannot be reached.
+        """
         self.object_bytes = object_bytes
+        self._per_task = per_task or max(1, _TASK_BYTES // object_bytes)
         self.segment = SharedArray.create("bench-cpu", num_objects * object_bytes)
         self.blocks = self.segment.view(np.uint8, (num_objects, object_bytes))
         self.blocks[...] = np.frombuffer(np.random.default_rng(1).bytes(object_bytes), np.uint8)
@@ -65,8 +69,7 @@ class Store:
 
     def run(self, kind: TaskKind, hashes: Sequence[bytes], first: int = 0) -> float:
         """Move the blocks from `first` on; seconds from the first submission to the last answer."""
-        per_task = max(1, _TASK_BYTES // self.object_bytes)
-        self._num_done = 0
+        per_task, self._num_done = self._per_task, 0
         started = time.perf_counter()
         for start in range(0, len(hashes), per_task):
             part = hashes[start : start + per_task]
@@ -182,16 +185,21 @@ def names(seed: int, num: int) -> list[bytes]:
     return [hashlib.sha256(b"%d/%d" % (seed, i)).digest() for i in range(num)]
 
 
-def bandwidth(config: StorageConfig, folder: Path, object_bytes: int, total_bytes: int, repeats: int) -> Row:
-    """Write and read `total_bytes` in objects, and plainly in `folder`, in the same rounds; the first one warms up."""
+def bandwidth(
+    config: StorageConfig, folder: Path, object_bytes: int, total_bytes: int, repeats: int, *, num_pages: int = 0
+) -> Row:
+    """Write and read `total_bytes` in objects, and plainly in `folder`, in the same rounds; the first one warms up.
+
+    `num_pages`: the objects are pages of images with so many, of which each is a task.
+    """
     num = max(2, total_bytes // object_bytes)
-    store = Store(config, object_bytes, num)
+    store = Store(config, object_bytes, num, num_pages)
     plain = PlainFile(folder, object_bytes, num, config.num_io_threads)
     times, ones = list[tuple[float, ...]](), list[tuple[float, ...]]()
     durable: list[tuple[float, ...]] = [(math.nan, math.nan)] * 2
     try:
         for _ in range(repeats + 1):
-            hashes = names(time.monotonic_ns(), num)
+            hashes = _named(num, num_pages)
             plain.renew()
             plain_write, write = _write_in_bursts(store, plain, hashes)
             plain_read = plain.read(store.blocks, range(num))
@@ -210,6 +218,11 @@ def bandwidth(config: StorageConfig, folder: Path, object_bytes: int, total_byte
         total / statistics.median(column) for rows in (times[1:], durable[1:]) for column in zip(*rows, strict=True)
     ]
     return Row(object_bytes, *speeds, *(statistics.median(column) for column in zip(*ones, strict=True)))
+
+
+def _named(num: int, num_pages: int) -> list[bytes]:
+    drawn = names(time.monotonic_ns(), num)
+    return [page for each in drawn for page in page_names(each, num_pages)][:num] if num_pages else drawn
 
 
 def _write_in_bursts(store: Store, plain: PlainFile, hashes: list[bytes]) -> tuple[float, float]:

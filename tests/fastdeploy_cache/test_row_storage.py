@@ -140,7 +140,7 @@ def test_what_is_not_whole_is_a_miss_for_exactly_that(
             cache.check_invariants()
             cache.release(request)
             cache.check_invariants()
-            assert not cache.storage.pins
+            assert not cache.storage.held.pins
         is_in_front = what == "blocks" and place == 0
         assert match.num_tokens == (0 if is_in_front else 16), "the checkpoint of TEXT"
     assert key not in objects
@@ -156,11 +156,11 @@ def test_what_has_come_is_held_until_its_checkpoint_has(objects: dict[str, bytes
         blocks = store.step()
         cache.check_invariants()
         assert len(blocks.destination_ids) == 7 and len(store.tasks) == 1, "then its image"
-        assert match.poll().num_tokens == 0 and len(cache.storage.pins) == 1
+        assert match.poll().num_tokens == 0 and len(cache.storage.held.pins) == 1
         store.go()
         match = match.poll()
         assert (match.ready, match.num_tokens) == (True, 28)
-        assert not cache.storage.pins and not cache.storage.held_checkpoints
+        assert not any(cache.storage.held)
         cache.release(request)
 
 
@@ -178,7 +178,7 @@ def test_a_read_that_fails_leaves_nothing(objects: dict[str, bytes], fails: str,
             store.step()
         store.go("the disk is gone")
         cache.check_invariants()
-        assert not cache.storage.pins and cache.stats().cpu.num_cached == 0
+        assert not cache.storage.held.pins and cache.stats().cpu.num_cached == 0
         if match is not None:
             match = match.poll()
             assert (match.ready, match.num_tokens) == (True, 0)
@@ -206,7 +206,7 @@ def test_who_does_not_wait_leaves_nothing_behind(objects: dict[str, bytes], end:
         cache.check_invariants()
         if end != "release":
             cache.release(request)
-        assert not cache.storage.pins and not cache.storage.held_checkpoints
+        assert not any(cache.storage.held)
 
 
 def test_a_match_keeps_what_it_had_where_the_deeper_one_does_not_come(objects: dict[str, bytes]) -> None:

@@ -238,7 +238,12 @@ MENDED: tuple[tuple[Planted, str], ...] = (
     _mend(
         "the answer to a piece is judged before its blocks go home",
         f"{_COPIES}test_the_blocks_of_a_piece_go_home_whatever_else_fails",
-        ("storage.reads", "StorageReads.finish", "self._end_piece(piece, result)\n", "self._link.judge(result)\n"),
+        (
+            "storage.reads",
+            "StorageReads.finish",
+            "(self._end_image if piece.is_image else self._end_piece)(piece, result)\n",
+            "self._link.judge(result)\n",
+        ),
         (
             "storage.reads",
             "StorageReads.finish",

@@ -192,9 +192,13 @@ ALL = (
         (
             "transfer_manager.storage.worker",
             "StorageExecutor._do",
-            "num_whole = store.read(self._blocks(task, task.destination_ids))",
-            "num_whole = max(store.read(self._blocks(task, task.destination_ids)), len(task.destination_ids))",
+            "num_whole = store.read(blocks)",
+            "num_whole = max(store.read(blocks), len(task.destination_ids))",
         ),
+    ),
+    _planted(
+        "all pages of a checkpoint have one name",
+        ("transfer_manager.storage.keys", "page_names", "place.to_bytes", "bool(place).to_bytes"),
     ),
     _planted(
         "the rank that read most decides",
@@ -213,9 +217,9 @@ ALL = (
         "a store that is opening owns nothing",
         (
             "storage.access",
-            "StorageAccess.held_ids",
-            "for tier in (*self._beside, self._tier)",
-            "for tier in (self._tier,)",
+            "StorageAccess.held",
+            "tiers = (*self._beside, self._tier)",
+            "tiers = (self._tier,)",
         ),
     ),
     # -- what is never given back

@@ -20,13 +20,13 @@ def check_all(
 ) -> None:
     """Raise `AssertionError` naming the first broken promise. A turn of its own, which walks the whole tree."""
     with books:
-        road = peers.road
+        road, stored = peers.road, storage.held
         held = Held(
             requests=requests,
             transfers=list(movement.mover.in_flight.values()),
-            cpu_ids=storage.held_ids,
+            cpu_ids=stored.block_ids,
             gpu_ids=[*road.sends.held_ids, *road.receives.held_ids],
-            pins=[*books.pinned, *storage.pins, *road.sends.pins, *road.receives.pins],
+            pins=[*books.pinned, *stored.pins, *road.sends.pins, *road.receives.pins],
             ahead=blocks.copies.ahead,
             waiting=road.receives.loads,
         )
@@ -34,7 +34,7 @@ def check_all(
         if books.rows is not None:
             rows = [active.rows for active in requests if active.rows is not None]
             kept = [prefix.checkpoint for prefix in books.pinned.values() if prefix.checkpoint is not None]
-            kept += storage.held_checkpoints
+            kept += stored.checkpoints
             cargoes = [each.cargo for each in held.transfers if isinstance(each.cargo, ImageLanding | UnitCopy)]
             moving = [cargo for cargo in cargoes if cargo.pins]
             used = [each.kept_units for each in held.transfers if each.kept_units]  # by who ran ahead of their loads
