@@ -153,6 +153,8 @@ class StorageTierStats:
     num_unasked_blocks: int  # not asked for, as computing them is faster
     num_written_blocks: int
     num_skipped_blocks: int  # not written: declined, failed, or gone before
+    num_fetched_checkpoints: int  # of a hybrid model: that came, with the blocks in front of them
+    num_written_checkpoints: int
     num_evicted_objects: int  # by the stores themselves, of all ranks
     num_declined_objects: int  # kept out by admission, or for want of room
     num_damaged_objects: int  # whose bytes were not those that were written: never served, and removed

@@ -201,6 +201,7 @@ class StorageTier:
         def total(name: str) -> int:
             return sum([each.get(name, 0) for each in counts], self.link.ended_counts[name])
 
+        images = self.writes.checkpoints
         return StorageTierStats(
             is_available=self.link.client.available,
             reading=self.link.reading.state,
@@ -209,6 +210,8 @@ class StorageTier:
             num_unasked_blocks=self.reads.num_unasked_blocks,
             num_written_blocks=self.writes.num_written_blocks,
             num_skipped_blocks=self.writes.num_skipped_blocks,
+            num_fetched_checkpoints=self.reads.num_fetched_checkpoints,
+            num_written_checkpoints=images.num_written if images is not None else 0,
             num_evicted_objects=total("num_evicted"),
             num_declined_objects=total("num_declined"),
             num_damaged_objects=total("num_damaged"),

@@ -71,6 +71,8 @@ def test_a_restart_finds_the_deepest_checkpoint(objects: dict[str, bytes]) -> No
         assert kinds == [TaskKind.LOOKUP, TaskKind.PREFETCH, TaskKind.PREFETCH]
         cache.release(request)
         cache.check_invariants()
+        told = cache.stats().storage
+        assert told is not None and (told.num_fetched_checkpoints, told.num_fetched_blocks) == (1, 7)
         request, match = ask(cache, TEXT, "other")
         assert match.poll().num_tokens == 16
         cache.release(request)

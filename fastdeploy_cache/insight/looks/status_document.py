@@ -50,6 +50,10 @@ def _storage_status(stats: CacheStats) -> dict[str, Any] | None:
         "available": counts.is_up,
         "breakers": {operation: BreakerState(state).name.lower() for operation, state in counts.breakers.items()},
         "blocks": dict(counts.blocks),
+        "checkpoints": {
+            "fetched": stats.storage.num_fetched_checkpoints,
+            "written": stats.storage.num_written_checkpoints,
+        },
         "lost_objects": dict(counts.objects),
         "full_disks": counts.num_full_disks,
     }
