@@ -26,6 +26,11 @@ class PinnedPrefix:
         """Where it ends; None once it has been unpinned, and of no blocks."""
         return self._pin
 
+    @property
+    def num_checkpoint_blocks(self) -> int | None:
+        """The boundary of its checkpoint; None where it has none: without one nobody can go on in it."""
+        return self.checkpoint.boundary if self.checkpoint is not None else None
+
     def cut(self, pin: Pin | None, num_blocks: int) -> None:
         """What is behind `num_blocks` has gone."""
         self._pin, self.num_blocks = pin, num_blocks

@@ -37,6 +37,7 @@ class Lookup(NamedTuple):
     num_cpu_blocks: int  # behind these, in the CPU tier only
     gpu_hash: bytes  # of the last block on the GPU; b"" for none, or where hashes were not asked for
     last_hash: bytes  # of the last block in any tier; likewise
+    num_checkpoint_blocks: int | None = None  # of a hybrid model: up to the deepest checkpoint in these
 
     @property
     def num_blocks(self) -> int:  # in any tier
@@ -175,8 +176,12 @@ class CallerBlocks:
                 path = (upper if end == num_found else path[-1]).path()
         if path and touch:
             self._tree.policy.touch(path)
-        names = [self._tree.names.at(path, end) if hashes else b"" for end in (len(ids), num_found)]
-        return Lookup(ids.tolist(), num_found - len(ids), *names)
+        gpu_hash, last_hash = [self._tree.names.at(path, end) if hashes else b"" for end in (len(ids), num_found)]
+        boundary = None
+        if self._books.rows is not None:
+            deepest = self._books.rows.deepest_within(path, num_found)
+            boundary = deepest.boundary if deepest is not None else 0
+        return Lookup(ids.tolist(), num_found - len(ids), gpu_hash, last_hash, boundary)
 
     def pin(self, request: Request, num_blocks: int | None = None) -> PinnedPrefix:
         """Keep the longest cached prefix, at most `num_blocks` blocks of it, where it is until `unpin`."""

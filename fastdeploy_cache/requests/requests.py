@@ -11,6 +11,7 @@ from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Matched
 from fastdeploy_cache.books.leaves.policy import Asked
+from fastdeploy_cache.books.row_books import usable_checkpoints
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import OutOfBlocksError, PromptTooLongError, RequestError, UnknownRequestError
@@ -285,6 +286,10 @@ class Requests:
         path, num_found = tree.find(request.namespace, active.keys, num_asked)
         active.asked = Asked(num_asked, num_found)
         active.trail.num_searched_blocks = active.trail.num_whole_blocks = num_found
+        if self.anchors is not None:
+            self.anchors.begin(active)  # of such a model, only what a checkpoint follows can be hit
+            deepest, _ = usable_checkpoints(path, num_found, request, size)
+            active.trail.num_whole_blocks = deepest.boundary if deepest is not None else 0
         if num_found < num_asked:
             self._misses.find(active, path, num_found)
             self._misses.computing.end(active)

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from fastdeploy_cache import PrefixCacheManager
+from fastdeploy_cache import PrefixCacheManager, Request
+from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.errors import ControlError
 from fastdeploy_cache.launch.operating.text import pins_table, prefix_tree, top_table
-from tests.rigs.hybrid_requests import TEXT, computed, manager, started
+from tests.rigs.hybrid_requests import ONLY_WINDOW, TEXT, computed, manager, started
 
 
 @pytest.fixture
@@ -103,3 +104,22 @@ def test_what_knows_no_rows_says_that_it_is_off() -> None:
         pages = cache._seen.start_page(cache.insight, lambda: "running")
         needs = json.loads(pages["/data.json"].content())["needs"]
         assert "in rows beside its full KV is not estimated" in needs["what_if_off"]
+
+
+def test_callers_are_told_at_which_boundary_a_prefix_ends() -> None:
+    """Of a look-up and of a pin, which holds that checkpoint; and why a prompt of a caller's own was missed."""
+    with manager(ONLY_WINDOW) as cache:
+        request = Request(request_id="first", prompt_token_ids=TEXT)
+        cache.match(request)
+        cache.rows.allocate(request, 5)
+        cache.commit(request, 16)
+        asked = Request(request_id="asked", prompt_token_ids=[*TEXT[:12], 99])
+        assert cache.blocks.lookup(asked).num_checkpoint_blocks == 0
+        assert cache.blocks.lookup(request).num_checkpoint_blocks == 4
+        pinned = cache.blocks.pin(request)
+        assert (pinned.num_blocks, pinned.num_checkpoint_blocks) == (4, 4)
+        cache.release(request)
+        cache.blocks.count_request(asked, (0, 0, 0))
+        assert cache.explain("asked").missed_tokens()[Cause.UNANCHORED] == 12
+        cache.blocks.unpin(pinned)
+        cache.check_invariants()
