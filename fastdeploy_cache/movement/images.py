@@ -52,15 +52,19 @@ class ImageLanding:
             if self.transfer is not None and is_used and not has_landed:
                 self.transfer.kept_units = self.units
             self.units = self._no_units
+        is_copied = False
         if self.pages:
-            has_landed = self._rows.end_pages(self.checkpoint, self.pages, succeeded)
+            is_copied = self._rows.end_pages(self.checkpoint, self.pages, succeeded)
             self.pages = self._no_pages
-            if has_landed and ImageCopied in self._books.listeners:
-                self._books.note(ImageCopied(checkpoint=self.checkpoint))
         if self.pins:
             self._rows.checkpoints.unpin(self.checkpoint)
             (pin,), self.pins = self.pins, ()
             self._books.tree.unpin(pin)
+        if is_copied and ImageCopied in self._books.listeners:  # last: it needs memory
+            self._books.mishaps.contain("write_out", self._tell_copied)
+
+    def _tell_copied(self) -> None:
+        self._books.note(ImageCopied(checkpoint=self.checkpoint))
 
 
 class ImageMover:

@@ -217,7 +217,7 @@ class Anchors:
         for pool, own in zip(self._rows.checkpoints.pools, rows.own, strict=True):
             pool.pool.free_each(own, REQUEST)
             own.clear()
-        rows.pending = rows.newest = rows.passed = rows.goal = rows.base = None
+        rows.pending = rows.newest = rows.passed = rows.goal = None
         for table in rows.tables:
             del table[:]
         rows.anchors.clear()

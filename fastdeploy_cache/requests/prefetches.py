@@ -67,7 +67,8 @@ class Prefetches:
         if rows is None:
             return b""
         size, sizes = self._config.block_size, rows.checkpoints.sizes
-        if not request.images and all(row.kind != "chunk" for row in sizes.rows):
+        always = any(row.kind == "state" or (row.kind == "window" and row.num_checkpoint_units) for row in sizes.rows)
+        if always and not request.images:
             return bytes([IMAGE_STOP]) * len(blocks)
         return bytes(
             [

@@ -24,7 +24,7 @@ from fastdeploy_cache.requests.waiting import end_room_wait, loads_of_pinned, pi
 def give_up(checkpoints: Checkpoints, rows: RequestRows, kept: Checkpoint | None = None) -> None:
     """A request keeps no checkpoint of its match any more but this one, if it has it still: a window may have slid past
     it. Needs no memory."""
-    rows.goal = rows.base = None
+    rows.goal = None
     is_kept = False
     for each in rows.anchors:
         if each is kept and not is_kept:
@@ -59,7 +59,7 @@ class RowLoads:
             if each is not None:
                 rows.anchors.append(each)
                 self._checkpoints.pin(each)
-        rows.goal, rows.base = goal, base
+        rows.goal = goal
         active.trail.row_load_bytes = self._num_lacking_bytes(path, goal)
         if not self._start(active, goal):
             self._refuse(active, self._loader.refused_for)
@@ -71,7 +71,7 @@ class RowLoads:
         """Load a deeper checkpoint than all that the match has, which it keeps: where this one does not come, it is
         settled at one of those. Whether it is on its way, or waits for room; else all is as before."""
         rows, num_pinned = rows_of(active), active.num_pinned_blocks
-        before = rows.goal
+        before, num_bytes = rows.goal, active.trail.row_load_bytes
         pin_leading(self._tree, active, path, goal.boundary)
         is_started = False
         try:
@@ -84,7 +84,7 @@ class RowLoads:
                 self._refuse(active, self._loader.refused_for)
         finally:
             if not is_started:
-                rows.goal = before
+                rows.goal, active.trail.row_load_bytes = before, num_bytes
                 if rows.anchors and rows.anchors[-1] is goal:
                     self._checkpoints.unpin(rows.anchors.pop())
                 pin_leading(self._tree, active, path, num_pinned)
@@ -125,7 +125,8 @@ class RowLoads:
         """Blocks that need not be computed where the goal is reached."""
         rows = rows_of(active)
         assert rows.goal is not None
-        return rows.goal.boundary - (rows.base.boundary if rows.base is not None else 0)
+        there = [each.boundary for each in rows.anchors if each.units is not None and each is not rows.goal]
+        return rows.goal.boundary - max(there, default=0)
 
     def _wait_for_loads(self, active: ActiveRequest) -> None:
         image = self.loading(active)

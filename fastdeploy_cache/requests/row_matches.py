@@ -229,7 +229,7 @@ class RowMatches:
         """It publishes nothing, and keeps all that it has read, or reads still: until its release its pin stays as deep
         as it was, and so do its checkpoints. Needs no memory."""
         rows = rows_of(active)
-        rows.goal = rows.base = None
+        rows.goal = None
 
     def keep_on_gpu(self, active: ActiveRequest) -> None:
         """It keeps nothing that another tier alone has: one whose load has not come has kept that until now."""

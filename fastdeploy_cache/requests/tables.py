@@ -52,7 +52,6 @@ class RequestRows(msgspec.Struct, eq=False):
     anchors: list[Checkpoint]  # that it keeps, once for each
     used: list[Checkpoint]  # at which it began, and that it has made
     goal: Checkpoint | None = None  # of a match that is not settled: where it will go on if all comes
-    base: Checkpoint | None = None  # and where else
     num_fixed: int | None = None  # blocks at which its match is being settled, which may have to be tried again
     matched: Sequence[array[int]] = ()  # by row: what the match has found
     matched_firsts: tuple[int, ...] = ()

@@ -102,7 +102,8 @@ class StorageAudits:
                 self._tree.mishaps.note("write_out")
                 self.give_up(audit)
                 continue
-            if audit.is_open and not (link.client.available and link.reading.is_closed and not link.is_quiet):
+            is_asked = link.client.available and link.reading.is_closed and not link.is_quiet and not link.is_unfit
+            if audit.is_open and not is_asked:
                 self.give_up(audit)
             elif not audit.is_open and not audit.num_in_flight:
                 self._audits.remove(audit)

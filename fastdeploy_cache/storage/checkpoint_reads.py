@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Iterator
 
@@ -10,9 +11,13 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.row_books import RowBooks
 from fastdeploy_cache.books.run import Pin
+from fastdeploy_cache.books.run_notes import Stored
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 from fastdeploy_cache.transfer_manager.storage.keys import page_names
+
+_STORED = Stored(1, 1)
+_NOTHING = object()
 
 
 class CheckpointReads:
@@ -43,16 +48,11 @@ class CheckpointReads:
         return b"".join(page_names(last, self.num_pages(prefetch)))
 
     def hold(self, prefetch: StoragePrefetch) -> bool:
-        """Hold what has come of its full KV; whether it is all there. Without memory it goes again."""
+        """Hold what has come of its full KV; whether it is all there. What gets no memory goes with `let_go`."""
         num_blocks = prefetch.first + prefetch.num_landed
-        path, num_found = self._tree.find(prefetch.namespace, prefetch.keys, num_blocks)
         self._holding[prefetch] = None
-        try:
-            prefetch.pin = self._tree.move_pin(prefetch.pin, *self._tree.place(path, min(num_found, num_blocks)))
-        except MemoryError:
-            assert self._tree.residency.trim is not None
-            self._tree.residency.trim(path[-1], Loss.TRIMMED)
-            raise
+        path, num_found = self._tree.find(prefetch.namespace, prefetch.keys, num_blocks)
+        prefetch.pin = self._tree.move_pin(prefetch.pin, *self._tree.place(path, min(num_found, num_blocks)))
         return num_found == num_blocks
 
     def land(self, prefetch: StoragePrefetch, pages: array[int]) -> bool:
@@ -63,9 +63,11 @@ class CheckpointReads:
             return False
         run, end = self._tree.place(path, boundary)
         assert run is not None
-        prefetch.checkpoint = self._checkpoints.restore(run, end, boundary, pages)
+        restored = prefetch.checkpoint = self._checkpoints.restore(run, end, boundary, pages)
         prefetch.has_checkpoint = True  # or another one has it, that was made meanwhile
-        return prefetch.checkpoint is not None
+        if restored is not None:
+            restored.stored = _STORED
+        return restored is not None
 
     def let_go(self, prefetch: StoragePrefetch) -> None:
         """It holds nothing any more."""
@@ -73,4 +75,8 @@ class CheckpointReads:
             self._checkpoints.unpin(prefetch.checkpoint)  # first: its path is pinned as long as it is
             prefetch.checkpoint = None
         prefetch.pin = self._tree.move_pin(prefetch.pin, None, 0)
-        self._holding.pop(prefetch, None)
+        if self._holding.pop(prefetch, _NOTHING) is None and prefetch.epoch == self._tree.epoch:
+            with contextlib.suppress(MemoryError):  # what could not be held
+                path, _ = self._tree.find(prefetch.namespace, prefetch.keys, prefetch.first + prefetch.num_wanted)
+                if path and self._tree.residency.trim is not None:
+                    self._tree.residency.trim(path[-1], Loss.TRIMMED)

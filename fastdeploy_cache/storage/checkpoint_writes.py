@@ -6,6 +6,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.checkpoint import Checkpoint, chain_of
@@ -18,6 +19,7 @@ from fastdeploy_cache.transfer_manager.storage.keys import page_names
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 
 _MAX_LOOKED = 64  # queued checkpoints that one call goes over
+_MIN_SWEEP = 16
 
 
 @dataclass(eq=False)
@@ -38,6 +40,7 @@ class CheckpointWrites:
         self._is_coming = is_coming
         self._queue: OrderedDict[Checkpoint, None] = OrderedDict()
         self._writes: dict[int, _ImageWrite] = {}
+        self._sweep_above = _MIN_SWEEP
         self.num_written = 0
 
     @property
@@ -73,34 +76,55 @@ class CheckpointWrites:
         self.queue(checkpoint)
 
     def queue(self, checkpoint: Checkpoint) -> None:
-        """Offer it, if it has an image and was not offered."""
+        """Offer it, if it has an image and was not offered. At a boundary of chunks there is nothing to write."""
         stored = checkpoint.stored
-        if checkpoint.pages is not None and not stored.num_blocks and not stored.num_offered:
+        if checkpoint.pages and not stored.num_blocks and not stored.num_offered:
             self._queue[checkpoint] = None
+            if len(self._queue) > self._sweep_above:
+                self._sweep()
+
+    def _is_there(self, checkpoint: Checkpoint) -> bool:
+        run: Run | None = checkpoint.run
+        return run is not None and run.epoch == self._tree.epoch and bool(checkpoint.pages)
+
+    def _sweep(self) -> None:
+        """Forget what has left the CPU tier unwritten: while a store is away the queue is no longer than the tier."""
+        for checkpoint in [each for each in self._queue if not self._is_there(each)]:
+            del self._queue[checkpoint]
+        self._sweep_above = max(_MIN_SWEEP, 2 * len(self._queue))
 
     def clear(self) -> None:
         """What is queued is not written."""
         self._queue.clear()
 
-    def pump(self, num_room: int, *, is_alone: bool) -> None:
+    def pump(self, num_room: int, *, is_alone: bool) -> bool:
         """Start writing what is queued, as far as there is room in flight for so many pages; one that `is_alone` always
-        has."""
-        for checkpoint in list(self._queue)[:_MAX_LOOKED]:
+        has. Whether one waits for room alone."""
+        for checkpoint in list(islice(self._queue, _MAX_LOOKED)):
             if not self._link.can(TaskKind.WRITE):
-                return
-            run: Run | None = checkpoint.run
-            if run is None or run.epoch != self._tree.epoch or checkpoint.pages is None:
-                del self._queue[checkpoint]
-                continue
-            if (front := self._front(run, checkpoint.end)) is None:
-                num_pages = len(checkpoint.pages) // ID_BYTES
+                return False
+            try:
+                num_pages = self._next(checkpoint)
                 if num_pages > num_room and not is_alone:
-                    return
-                del self._queue[checkpoint]
-                self._write(checkpoint, run)
-                num_room, is_alone = num_room - num_pages, False
-            elif not self._is_coming(front):  # storage has declined it, or it has left the CPU tier
-                del self._queue[checkpoint]
+                    return True
+                if num_pages >= 0:
+                    del self._queue[checkpoint]
+                if num_pages > 0:
+                    self._write(checkpoint)
+                    num_room, is_alone = num_room - num_pages, False
+            except MemoryError:  # left in the queue it would wait for whatever comes next, and that may be nothing
+                self._tree.mishaps.note("write_out")
+                self._queue.pop(checkpoint, None)
+        return False
+
+    def _next(self, checkpoint: Checkpoint) -> int:
+        """How many pages of it are to be written now; 0: none, it is over; less than 0: its full KV is still coming."""
+        if not self._is_there(checkpoint):
+            return 0
+        front = self._front(checkpoint.run, checkpoint.end)
+        if front is None:
+            return len(checkpoint.pages or b"") // ID_BYTES
+        return -1 if self._is_coming(front) else 0  # else storage has declined it, or it has left the CPU tier
 
     def _front(self, run: Run, end: int) -> Run | None:
         """The first run in front of a place of which storage has not all; None: it has all."""
@@ -109,11 +133,9 @@ class CheckpointWrites:
                 return each
         return None
 
-    def _write(self, checkpoint: Checkpoint, run: Run) -> None:
+    def _write(self, checkpoint: Checkpoint) -> None:
+        run: Run = checkpoint.run
         pages = array("i", checkpoint.pages or b"")
-        if not pages:  # at a boundary of chunks there is nothing to write
-            checkpoint.stored = checkpoint.stored.but(num_blocks=1, num_offered=1)
-            return
         names = page_names(self._tree.names.of(run, checkpoint.end - 1, checkpoint.end), len(pages))
         stored = checkpoint.stored.but(num_offered=1)
         task = self._link.new_task(TaskKind.WRITE, b"".join(names), sources=pages, priority=run.stored.priority)
@@ -129,14 +151,18 @@ class CheckpointWrites:
         """A write has ended; `pump` goes on."""
         write = self._writes.pop(result.task.task_id)
         self._pool.end_reading(write.pages)
-        self._link.judge(result)
         checkpoint, num_pages = write.checkpoint, len(write.pages)
         if result.error is not None:
             checkpoint.stored = checkpoint.stored.but(num_offered=0)
         elif result.num_blocks == num_pages:
             self.num_written += 1
             checkpoint.stored = checkpoint.stored.but(num_blocks=1)
+        elif checkpoint.num_uses > checkpoint.stored.offered_use:
+            self.offer(checkpoint)  # it was used again meanwhile
+        self._link.judge(result)
 
     def unstored(self, runs: Iterable[Run]) -> list[Checkpoint]:
         """Checkpoints of these runs that storage has not taken."""
-        return [each for run in runs for each in chain_of(run) if not each.stored.num_blocks]
+        sizes = self._rows.sizes
+        found = (each for run in runs for each in chain_of(run) if not each.stored.num_blocks)
+        return [each for each in found if sizes.num_pages(each.boundary)]

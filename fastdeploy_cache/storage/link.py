@@ -66,13 +66,13 @@ class StorageLink:
         self.is_quiet = quiet
 
     @property
-    def _is_unfit(self) -> bool:
+    def is_unfit(self) -> bool:
         """Whether it names blocks by their tokens: pages of checkpoints have none."""
         return self._has_rows and self.client.needs_token_ids
 
     def warn_if_unfit(self) -> None:
         """Say so, once it is open."""
-        if self._is_unfit:
+        if self.is_unfit:
             logger.error(
                 "event=storage_unfit reason='it asks for token ids, and has no names for checkpoints' remedy=%r",
                 "use a store that goes by hashes, such as file, valkey or mooncake",
@@ -90,7 +90,7 @@ class StorageLink:
 
     def can(self, kind: TaskKind) -> bool:
         """Whether to give it a task now. Where it was left alone for long enough, a probe is sent."""
-        if self.is_quiet or self._is_unfit:
+        if self.is_quiet or self.is_unfit:
             return False
         breaker = self._breaker(kind)
         if breaker.is_probe_due(self._clock.now()) and not self._probes:

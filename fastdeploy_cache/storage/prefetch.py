@@ -84,6 +84,9 @@ class StoragePrefetch:
     lacks_image: bool = False  # no task has been given it yet
     has_checkpoint: bool = False  # it has come
     num_held: int = 0  # blocks that `pin` keeps for it
+    num_lookups: int = 1
+    num_tried: int = 0  # blocks up to the checkpoint that the last look-up has found
+    is_short: bool = False  # that was not whole
     num_present: int = 0
     num_found: int = 0  # that storage said it has, also where they did not come
     lacks_room: bool = False  # for the blocks that no task has been given yet

@@ -22,11 +22,13 @@ from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.storage.prefetch import Fetched, PrefetchEnded, StorageLimits, StoragePrefetch
 from fastdeploy_cache.storage.room import PrefetchRoom
 from fastdeploy_cache.storage.unasked import UnaskedStore
+from fastdeploy_cache.transfer_manager.storage.keys import NO_STOP
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 T = TypeVar("T")
 _MAX_REMEMBERED = 1024  # prefetches of requests that were never matched
 _PIECE_SECONDS = 0.02
+_MAX_LOOKUPS = 3  # of a prefetch
 _PIECES_AT_A_TIME = 2  # of a prefetch: one is read while the next waits in the queue
 
 
@@ -179,7 +181,7 @@ class StorageReads:
     def _go_on(self, prefetch: StoragePrefetch) -> None:
         """Give out the next pieces of a prefetch; where nothing more can come, it is done."""
         while prefetch.has_more and prefetch.num_in_flight < _PIECES_AT_A_TIME and self._link.can(TaskKind.PREFETCH):
-            num_left = prefetch.num_present - prefetch.num_asked
+            num_left = max(0, prefetch.num_present - prefetch.num_asked)
             if not num_left and prefetch.num_in_flight:  # its image comes last
                 break
             num_blocks = min(self._num_piece_blocks(), num_left, self._room.num_blocks(prefetch))
@@ -191,16 +193,32 @@ class StorageReads:
             self._waiting.pop(prefetch, None)
         elif prefetch.has_more and (self._pieces or (prefetch.is_followed and prefetch.is_loading)):
             self._waiting[prefetch] = None
-        else:
+        elif not self._look_again(prefetch):
             self._end(prefetch)
         self._books.await_room(self, bool(self._waiting), CPU)
+
+    def _look_again(self, prefetch: StoragePrefetch) -> bool:
+        """What a look-up has promised was not whole, or not on every rank: ask for a checkpoint in front of that, while
+        there is time. Whether it does."""
+        tried, is_short, prefetch.is_short = prefetch.num_tried, prefetch.is_short, False
+        is_wanted = is_short and not prefetch.revoked and prefetch.epoch == self._tree.epoch
+        if not is_wanted or prefetch.num_lookups == _MAX_LOOKUPS or prefetch.seconds_left <= 0:
+            return False
+        prefetch.stops = prefetch.stops[: tried - 1].ljust(len(prefetch.stops), bytes([NO_STOP]))
+        if not any(prefetch.stops) or not self._link.can(TaskKind.LOOKUP):
+            return False
+        task = self._new_task(TaskKind.LOOKUP, prefetch, 0, prefetch.num_wanted, None)
+        self._send(prefetch, task, self._lookups, prefetch)
+        prefetch.num_lookups += 1
+        return True
 
     def _end(self, prefetch: StoragePrefetch) -> None:
         self._waiting.pop(prefetch, None)
         if self.checkpoints is not None:
             self._room.num_fetching -= prefetch.num_held
             prefetch.num_held, prefetch.lacks_image = 0, False
-            prefetch.num_landed *= prefetch.has_checkpoint  # else nobody can use it
+            num_of_use = prefetch.num_present if prefetch.has_checkpoint else 0  # nobody can use what is behind
+            prefetch.num_landed = min(prefetch.num_landed, num_of_use)
             self.checkpoints.let_go(prefetch)
         self._books.await_room(self, bool(self._waiting), CPU)
         seconds, num_blocks = self._books.clock.now() - prefetch.began_at, prefetch.num_landed
@@ -289,18 +307,20 @@ class StorageReads:
                 num_present = min(result.num_blocks, prefetch.num_wanted)
                 if num_present >= self._limits.min_blocks and prefetch.epoch == self._tree.epoch:
                     prefetch.num_present = prefetch.num_found = num_present
-                    self._expect_image(prefetch)
+                    if self.checkpoints is not None:
+                        self._expect_image(prefetch)
         finally:  # whatever fails: nobody else would end it, and a match may wait for its end
             self._answered.append(prefetch)
 
     def _expect_image(self, prefetch: StoragePrefetch) -> None:
         """All that is read is held until the checkpoint behind it has come: where that is more than may be held at a
         time, nothing is read."""
-        if self.checkpoints is not None:
-            num_blocks = prefetch.num_present + self.checkpoints.num_pages(prefetch)
-            prefetch.lacks_image = num_blocks <= self._limits.max_blocks
-            if not prefetch.lacks_image:
-                prefetch.num_present, prefetch.lacks_room = 0, True
+        assert self.checkpoints is not None
+        prefetch.num_tried, prefetch.num_asked = prefetch.num_present, prefetch.num_landed
+        num_blocks = prefetch.num_present + self.checkpoints.num_pages(prefetch)
+        prefetch.lacks_image = num_blocks <= self._limits.max_blocks
+        if not prefetch.lacks_image:
+            prefetch.num_present, prefetch.lacks_room = 0, True
 
     def _insert(self, piece: _Piece, num_good: int) -> int:
         prefetch, ids = piece.prefetch, piece.ids[:num_good]
@@ -322,14 +342,13 @@ class StorageReads:
             num_joined = joined or 0
             prefetch.num_landed += num_good
             self.num_fetched_blocks += num_joined
+            del ids[num_good - num_joined : num_good]  # in place: a new array would need memory
             if num_good and self.checkpoints is not None:
-                is_held = self.mishaps.ask(
-                    "landing", functools.partial(self.checkpoints.hold, prefetch), otherwise=False
-                )
-                continues = continues and is_held
                 self._room.num_fetching += num_good
                 prefetch.num_held += num_good
-            del ids[num_good - num_joined : num_good]  # in place: a new array would need memory
+                hold = functools.partial(self.checkpoints.hold, prefetch)
+                continues = self.mishaps.ask("landing", hold, otherwise=False)
+        prefetch.is_short = result.error is None and result.num_blocks < num_blocks
         if num_good < num_blocks or not continues:  # what is behind it cannot be used
             prefetch.lacks_image = False
             prefetch.num_present = min(prefetch.num_present, prefetch.num_landed)
@@ -352,7 +371,8 @@ class StorageReads:
         prefetch, num_pages = piece.prefetch, len(piece.ids)
         self._room.num_fetching -= num_pages
         prefetch.read_seconds += max([rank.seconds for rank in result.ranks], default=0.0)
-        is_whole = result.error is None and result.num_blocks == num_pages and prefetch.epoch == self._tree.epoch
+        prefetch.is_short = result.error is None and result.num_blocks < num_pages
+        is_whole = result.error is None and not prefetch.is_short and prefetch.epoch == self._tree.epoch
         if not (is_whole and self._land_image(prefetch, piece.ids)):
             self._pool.free(piece.ids, TASK)
 

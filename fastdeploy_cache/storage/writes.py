@@ -150,13 +150,12 @@ class StorageWrites:
 
     def pump(self) -> None:
         """Start writing what is queued, as far as there is room in flight."""
-        self._start_writes()
-        if self.checkpoints is not None:
-            num_busy = self._num_writing + self.checkpoints.num_writing
-            self.checkpoints.pump(self._limits.max_writing_blocks - num_busy, is_alone=not num_busy)
-        if not self.is_idle and (
-            self._link.is_detached or not self._link.writing.is_closed
-        ):  # nobody is owed a backlog
+        # Images first: else blocks would take all the room, and fill the store with what nobody can use.
+        is_next = self.checkpoints is not None and self.checkpoints.pump(self._num_room, is_alone=not self._num_busy)
+        if not is_next:
+            self._start_writes()
+        is_open = self._link.writing.is_closed and not self._link.is_unfit
+        if not self.is_idle and (self._link.is_detached or not is_open):  # nobody is owed a backlog
             self.num_skipped_blocks += sum(self._queue.values())
             self._queue.clear()
             if self.checkpoints is not None:
@@ -164,9 +163,18 @@ class StorageWrites:
         if self.is_idle:
             self._drained.set()
 
+    @property
+    def _num_busy(self) -> int:
+        """Blocks and pages that are being written."""
+        return self._num_writing + (self.checkpoints.num_writing if self.checkpoints is not None else 0)
+
+    @property
+    def _num_room(self) -> int:
+        return self._limits.max_writing_blocks - self._num_busy
+
     def _start_writes(self) -> None:
         while self._queue and self._link.can(TaskKind.WRITE):
-            num_room = self._limits.max_writing_blocks - self._num_writing
+            num_room = self._num_room
             if num_room <= 0:
                 return
             run = next(iter(self._queue))

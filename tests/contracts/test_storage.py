@@ -48,16 +48,12 @@ def test_more_blocks_than_one_call_of_a_server_takes(place: Place) -> None:
 
 
 def test_each_object_is_found_by_itself(place: Place) -> None:
-    """Which are there, also behind one that is not; a store without the method is asked for one after the other."""
+    """Which are there, also behind one that is not."""
     store, prompt = place.open()
     store.write(prompt.blocks())
     store.remove(prompt.hashes[3:5])
-    find = getattr(store, "find", None)
-    if find is None:
-        assert place.kind == "memory" or "memory_storage" in place.kind
-        return
-    assert list(find(prompt.hashes)) == [number not in (3, 4) for number in range(len(prompt.hashes))]
-    assert list(find([])) == []
+    assert list(store.find(prompt.hashes)) == [number not in (3, 4) for number in range(len(prompt.hashes))]
+    assert list(store.find([])) == []
 
 
 def test_an_empty_store_has_nothing(place: Place) -> None:

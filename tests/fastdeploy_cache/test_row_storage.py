@@ -1,62 +1,26 @@
-"""Checkpoints in storage: written behind their full KV, found by their boundary, read last, and held until then."""
+"""Checkpoints in storage: found by their boundary, read last, and held until then."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from fastdeploy_cache import PrefixCacheManager, Request
-from fastdeploy_cache.books.block_pool import CHECKPOINT
-from fastdeploy_cache.books.run import CPU, Pin
-from fastdeploy_cache.requests.match import Match
+from fastdeploy_cache import Request
+from fastdeploy_cache.transfer_manager.kv.groups import KVGroup
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
-from fastdeploy_cache.transfer_manager.storage.keys import ObjectKey, is_page
-from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
+from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.held_store import HeldStore, stored_in
-from tests.rigs.hybrid_requests import BOTH, ONLY_STATE, ONLY_WINDOW, TEXT, computed, manager
-
-LONG = [*TEXT, *range(50, 64)]  # goes on behind TEXT: eight blocks
-FIELDS: dict[str, Any] = {
-    "num_cpu_blocks": 60, "cpu_write_policy": "write_through", "num_gpu_units": (6, 12), "max_load_share": 1.0,
-    "max_prefetch_share": 0.9, "min_prefetch_tokens": 1, "load_policy": "always", "prefetch_policy": "wait_complete",
-}  # fmt: skip
-
-
-def new_cache(layout: KVLayout = BOTH, **fields: Any) -> PrefixCacheManager:
-    units = {"num_gpu_units": (12,)} if len(layout.groups) == 2 else {}
-    return manager(layout, **{**FIELDS, **units, **fields})
-
-
-def pages_of(objects: Iterable[str]) -> list[str]:
-    parsed = {key: ObjectKey.parse(key) for key in objects}
-    return [key for key, each in parsed.items() if each is not None and is_page(each.block_hash)]
+from tests.rigs.hybrid_requests import BOTH, FULL, ONLY_STATE, ONLY_WINDOW, TEXT, computed
+from tests.rigs.stored_rows import LONG, ask, names_of, new_cache, no_memory, written_objects
 
 
 @pytest.fixture
 def objects() -> dict[str, bytes]:
-    """What a cache has written that served TEXT and LONG, each unit with bytes of its own."""
-    kept: dict[str, bytes] = {}
-    cache = new_cache()
-    with stored_in(cache, kept):
-        for name, tokens in (("text", TEXT), ("long", LONG)):
-            request = computed(cache, name, tokens)
-            cache.release(request)
-        assert cache.storage.flush(5.0)
-    return kept
-
-
-def names_of(task: TransferTask) -> list[bytes]:
-    return [task.hashes[i : i + 32] for i in range(0, len(task.hashes), 32)]
-
-
-def ask(cache: PrefixCacheManager, tokens: list[int], name: str = "again") -> tuple[Request, Match]:
-    request = Request(request_id=name, prompt_token_ids=tokens)
-    cache.prefetch(request)
-    return request, cache.match(request)
+    """What a cache has written that served TEXT and LONG."""
+    return written_objects()
 
 
 def test_a_restart_finds_the_deepest_checkpoint(objects: dict[str, bytes]) -> None:
@@ -122,7 +86,7 @@ def test_bytes_are_those_that_were_written() -> None:
 def test_what_is_not_whole_is_a_miss_for_exactly_that(
     objects: dict[str, bytes], what: str, how: str, place: int
 ) -> None:
-    """The checkpoint in front of it is found the next time, if that is whole; nothing is left of what came in vain."""
+    """The request goes on at the checkpoint in front of it, as does the next. Nothing is left of what came in vain."""
     cache = new_cache()
     with stored_in(cache, objects) as store:
         request, _ = ask(cache, LONG)
@@ -133,18 +97,17 @@ def test_what_is_not_whole_is_a_miss_for_exactly_that(
     whole = objects.pop(key)
     if how != "gone":
         objects[key] = whole[:-1] if how == "cut short" else whole[:-1] + bytes([whole[-1] ^ 1])
-    cache = new_cache()
-    with stored_in(cache, objects):
-        for number in range(2):
+    is_in_front = what == "blocks" and place == 0
+    for number in range(2):
+        cache = new_cache()
+        with stored_in(cache, objects):
             request, match = ask(cache, LONG, str(number))
             match = match.poll()
-            assert match.ready and match.num_tokens in (0, 16)
+            assert (match.ready, match.num_tokens) == (True, 0 if is_in_front else 16)
             cache.check_invariants()
             cache.release(request)
             cache.check_invariants()
             assert not cache.storage.held.pins
-        is_in_front = what == "blocks" and place == 0
-        assert match.num_tokens == (0 if is_in_front else 16), "the checkpoint of TEXT"
     assert key not in objects
 
 
@@ -232,43 +195,7 @@ def test_a_match_keeps_what_it_had_where_the_deeper_one_does_not_come(objects: d
         cache.release(request)
 
 
-def test_an_image_is_written_behind_its_full_kv() -> None:
-    """Of each checkpoint no page is offered before storage has all blocks in front of it."""
-    objects: dict[str, bytes] = {}
-    cache = new_cache()
-    with stored_in(cache, objects) as store:
-        store.holds = {TaskKind.WRITE}
-        cache.release(computed(cache, "text"))
-        assert [len(task.hashes) // 32 for task in store.tasks] == [4]
-        store.step("the disk is full")
-        assert not store.tasks, "and none where they were not taken"
-        request, _ = ask(cache, TEXT)
-        cache.rows.allocate(request, 1)
-        cache.commit(request, 18)
-        cache.release(request)
-        store.step()
-        (image,) = store.tasks
-        assert all(map(is_page, names_of(image)))
-        store.go()
-        assert len(pages_of(objects)) == len(image.source_ids)
-        assert cache.storage.flush(5.0)
-
-
-def test_what_the_store_has_dropped_is_written_again(objects: dict[str, bytes]) -> None:
-    """A flush asks for every page, too."""
-    cache = new_cache()
-    with stored_in(cache, objects):
-        cache.release(computed(cache, "text"))
-        assert cache.storage.flush(5.0)
-        page = pages_of(objects)[0]
-        del objects[page]
-        assert not cache.storage.flush(5.0), "one is missing"
-        assert page not in objects
-        assert cache.storage.flush(5.0)
-        assert page in objects
-
-
-@pytest.mark.parametrize("other", ["weights", "dtype", "reach", "block_size"])
+@pytest.mark.parametrize("other", ["weights", "dtype", "reach", "block_size", "order"])
 def test_images_of_another_model_are_not_found(objects: dict[str, bytes], other: str) -> None:
     """Other names, so other objects."""
     layout, weights_id, fields = BOTH, "w", dict[str, Any]()
@@ -278,12 +205,13 @@ def test_images_of_another_model_are_not_found(objects: dict[str, bytes], other:
         fields = {"block_size": 2, "num_gpu_units": (6, 24), "num_cpu_blocks": 120}
     else:
         full, state, window = BOTH.groups
-        changed: dict[str, Any] = {"dtype": "float32"} if other == "dtype" else {"reach_tokens": 7}
+        order = (full, state, window) if other != "order" else (full, window, state)  # in which an image is packed
+        changed = {"dtype": {"dtype": "float32"}, "reach": {"reach_tokens": 7}}.get(other, dict[str, Any]())
         layout = KVLayout(
             num_layers=3,
             num_kv_heads=1,
             head_dim=4,
-            groups=(full, state, dataclasses.replace(window, **changed)),
+            groups=tuple(dataclasses.replace(each, **changed) if each is window else each for each in order),
         )
     cache = new_cache(layout, **fields)
     with stored_in(cache, objects, weights_id):
@@ -320,38 +248,41 @@ def test_more_than_may_be_held_is_not_fetched(objects: dict[str, bytes]) -> None
         cache.release(request)
 
 
-def test_a_store_that_goes_by_tokens_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    """It has no names for checkpoints: one line says so, and nothing is read or written."""
+def test_a_window_of_one_token_reads_nothing_of_earlier_blocks() -> None:
+    """Full KV alone is enough, and no image is asked for."""
+    window = KVGroup(kind="window", reach_tokens=1, layers=(1,))
+    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, groups=(FULL, window))
+    objects: dict[str, bytes] = {}
+    for life in range(2):
+        with stored_in(new_cache(layout), objects) as store:
+            request, match = ask(store.cache, TEXT)
+            assert match.poll().num_tokens == 16 * life
+            if life == 0:
+                store.cache.rows.allocate(request, 5)
+                store.cache.commit(request, 18)
+            store.cache.release(request)
+
+
+def test_blocks_that_cannot_be_held_go_again(
+    objects: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without memory for a pin the prefetch ends, and leaves no dead KV."""
     cache = new_cache()
     with cache:
-        store = HeldStore(cache, {})
-        store.needs_token_ids = True
-        cache.storage.attach(StorageConfig(folder="/nowhere", weights_id="w"), client=store)
-        assert "event=storage_unfit" in caplog.text
-        cache.release(computed(cache, "text"))
+        store = HeldStore(cache, objects)
+        cache.storage.attach(StorageConfig(folder="/nowhere", weights_id="w", admission="all"), client=store)
+        store.holds = {TaskKind.PREFETCH}
         request, match = ask(cache, LONG)
-        assert match.num_tokens == 16 and match.ready
-        cache.release(request)
-        assert {task.kind for task in store.log} <= {TaskKind.PROBE}
+        with monkeypatch.context() as patched:
+            tree = cache._books.tree
+            calls = iter([no_memory, tree.move_pin, tree.move_pin, tree.move_pin])
 
+            def move_pin(*given: Any) -> Any:
+                return next(calls)(*given)
 
-def test_pages_that_are_being_written_are_no_room() -> None:
-    """They may leave their checkpoint meanwhile, but are free only when they have been read: more than there is would
-    be promised, and nothing could go for it."""
-    cache = new_cache(num_cpu_blocks=8)
-    with stored_in(cache, {}) as store:
-        store.holds = {TaskKind.WRITE}
-        cache.release(computed(cache, "text"))
-        store.step()
-        (image,) = store.tasks
-        pool, residency = cache._books.pools[CPU], cache._books.residency
-        assert residency.num_available(CPU) == pool.num_blocks - len(image.source_ids)
-        run = next(iter(cache._books.tree.runs()))
-        with cache._books:
-            cache._books.tree.pin(pin := Pin(run, run.num_blocks))  # of the full KV alone
-            num_unread = pool.count(CHECKPOINT) - len(image.source_ids)
-            assert residency.num_available(CPU) == pool.num_free + num_unread
-            cache._books.tree.unpin(pin)
+            patched.setattr(tree, "move_pin", move_pin)
+            store.step()
         cache.check_invariants()
-        store.go()
-        assert residency.num_available(CPU) == pool.num_blocks
+        assert (match.poll().ready, match.poll().num_tokens) == (True, 0)
+        cache.release(request)
+        caplog.clear()

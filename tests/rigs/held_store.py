@@ -27,6 +27,7 @@ class HeldStore:
     def __init__(self, cache: PrefixCacheManager, objects: dict[str, bytes], weights_id: str = "w") -> None:
         layout = cache.config.rank_layout()
         assert layout is not None
+        self.cache = cache
         self.objects, self.space = objects, KeySpace.of(weights_id, layout, cache.config.block_size, 0, 1)
         num_cpu_blocks, size = cache.config.pool_sizes()[1], layout.block_bytes
         segment = cache._movement.client.cpu_segments()[0].view(np.uint8, (num_cpu_blocks, size))

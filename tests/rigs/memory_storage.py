@@ -31,8 +31,11 @@ class MemoryStorage:
     def count_leading(self, blocks: Blocks) -> int:
         """See `Storage`."""
         self._check_token_ids(blocks)
-        present = [self._space.key(block_hash) in self.objects for block_hash in blocks.hashes]
-        return [*present, False].index(False)
+        return [*self.find(blocks.hashes), False].index(False)
+
+    def find(self, hashes: Sequence[bytes]) -> list[bool]:
+        """See `Storage`."""
+        return [self._space.key(block_hash) in self.objects for block_hash in hashes]
 
     def read(self, blocks: Blocks) -> int:
         """See `Storage`."""

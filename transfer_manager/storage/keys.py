@@ -125,7 +125,8 @@ def describe_image(layout: RankLayout) -> str:
     if not layout.layers:
         return f"{layout.num_layers} layers of {_described(layout.parts)}"
     layers = [f"{layout.rows[each.row]} layer of {_described(each.parts)}" for each in layout.layers]
-    return "; ".join(layers)
+    rows = ", ".join(map(str, layout.rows))  # in which order an image is packed
+    return f"{'; '.join(layers)}; rows {rows}"
 
 
 def _described(parts: Sequence[KVPart]) -> str:
