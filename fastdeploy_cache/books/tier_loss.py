@@ -14,6 +14,7 @@ from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.row_books import RowBooks
 from fastdeploy_cache.books.run import CPU, Pin, Run
+from fastdeploy_cache.books.run_notes import NOT_STORED
 from fastdeploy_cache.books.taps import Loss
 
 
@@ -84,6 +85,8 @@ def _image_heirs(run: Run, heir: Run) -> Iterator[tuple[Checkpoint, Checkpoint]]
             other = copy.copy(checkpoint)
             other.run, other.above, other.units, other.pages = heir, None, None, None
             other.num_pins, other.queued_gpu, other.queued_cpu = 0, None, None
+            if not other.stored.num_blocks:  # what is being written is noted of the other one
+                other.stored = NOT_STORED
             put_in(heir, other)
             yield checkpoint, other
 

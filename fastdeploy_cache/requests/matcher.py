@@ -99,8 +99,9 @@ class Matcher:
             return
         path, num_found = tree.find(request.namespace, active.keys, active.asked.num_asked)
         if self._anchors is not None:
-            if self._anchors.matches.grow(active, path, num_found):
-                active.asked = Asked(active.asked.num_asked, max(active.asked.num_found, num_found))
+            # First: whatever becomes of the load, the causes of what is missed go by what was found.
+            active.asked = Asked(active.asked.num_asked, max(active.asked.num_found, num_found))
+            self._anchors.matches.grow(active, path, num_found)
             return
         num_found = usable_end(request, num_found, tree.block_size)
         may_load = active.room is None or self._loader.is_allowed(num_found - active.num_gpu_blocks)

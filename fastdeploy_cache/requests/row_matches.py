@@ -76,19 +76,17 @@ class RowMatches:
         self._begin_at(rows, on_gpu, tables)
         return ids
 
-    def grow(self, active: ActiveRequest, path: list[Run], num_found: int) -> bool:
-        """A checkpoint has come from storage: load it, if it is deeper than all that the match has. Whether it does."""
+    def grow(self, active: ActiveRequest, path: list[Run], num_found: int) -> None:
+        """A checkpoint has come from storage: load it, if it is deeper than all that the match has."""
         rows = rows_of(active)
         deepest, _ = usable_checkpoints(path, num_found, active.request, self._size)
         here = max((each.boundary for each in rows.anchors), default=0)
         if deepest is None or deepest.boundary <= here or self._loads is None:
-            return False
+            return
         active.trail.num_whole_blocks = deepest.boundary
         tables = [array("i") for _ in self._shapes]  # first: it may need memory
-        if not self._loads.extend(active, path, deepest):
-            return False
-        self._begin_at_nothing(rows, tables)  # where it goes on is decided when it settles
-        return True
+        if self._loads.extend(active, path, deepest):
+            self._begin_at_nothing(rows, tables)  # where it goes on is decided when it settles
 
     def copy_state(self, active: ActiveRequest) -> bool:
         """Copy the state of the deepest checkpoint of its match that is there with its full KV, where that is due and

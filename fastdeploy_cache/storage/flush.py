@@ -49,8 +49,14 @@ class Flush:
         return self._is_all_there(deadline)
 
     def _copy(self, runs: list[Run]) -> None:
-        """Copy down what there is room for."""
-        num_room = self._books.residency.num_available(CPU)
+        """Copy down what there is room for. Copies of full KV that storage has make room for the image behind them,
+        which could not come otherwise: its path is kept meanwhile."""
+        residency = self._books.residency
+        if self._tier.writes.checkpoints is not None:
+            for above in dict.fromkeys(above for run in runs for above in run.path()):
+                if above.cpu and above.stored.num_blocks >= above.cpu_end:
+                    residency.drop_spare_copies(above)
+        num_room = residency.num_available(CPU)
         for run in runs:
             if num_room > 0:
                 num_room -= max(1, run.num_gpu - run.stored.num_blocks)

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import Request
+from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.transfer_manager.kv.groups import KVGroup
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.held_store import HeldStore, stored_in
-from tests.rigs.hybrid_requests import BOTH, FULL, ONLY_STATE, ONLY_WINDOW, TEXT, computed
+from tests.rigs.hybrid_requests import BOTH, FULL, ONLY_STATE, ONLY_WINDOW, TEXT, computed, started
 from tests.rigs.stored_rows import LONG, ask, names_of, new_cache, no_memory, written_objects
 
 
@@ -286,3 +287,20 @@ def test_blocks_that_cannot_be_held_go_again(
         assert (match.poll().ready, match.poll().num_tokens) == (True, 0)
         cache.release(request)
         caplog.clear()
+
+
+def test_a_checkpoint_that_gets_no_room_on_the_gpu_is_missed_for_that(objects: dict[str, bytes]) -> None:
+    """It has come to the CPU tier, and blocks of its prompt were found: each missed token has one cause."""
+    cache = new_cache(num_gpu_units=(6, 24))
+    with stored_in(cache, objects) as store:
+        other, _ = started(cache, "other", [*LONG[:12], *[9] * 44])  # has 14 of 16 blocks
+        cache.commit(other, 12)
+        store.holds = {TaskKind.PREFETCH}
+        request, match = ask(cache, LONG)
+        store.go()
+        assert (match.poll().ready, match.poll().num_tokens) == (True, 0)
+        cache.rows.allocate(request, 1)
+        assert cache.explain("again").missed_tokens()[Cause.ROOM] == 28
+        cache.check_invariants()
+        cache.release(request)
+        cache.release(other)

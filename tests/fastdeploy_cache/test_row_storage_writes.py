@@ -179,3 +179,29 @@ def test_what_has_come_from_storage_is_not_written_again(objects: dict[str, byte
         cache.commit(request, 18)
         cache.release(request)
         assert not [task for task in store.log if task.kind is TaskKind.WRITE]
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("num_cpu_blocks", [5, 8, 9, 10])
+def test_a_flush_goes_through_a_small_tier(policy: str, num_cpu_blocks: int) -> None:
+    """Copies that storage has make room for the image behind them."""
+    objects: dict[str, bytes] = {}
+    cache = new_cache(num_cpu_blocks=num_cpu_blocks, cpu_write_policy=policy, max_load_share=0.5)
+    with stored_in(cache, objects):
+        cache.release(computed(cache, "long", LONG))
+        assert cache.storage.flush(5.0)
+    assert pages_of(objects)
+
+
+def test_a_checkpoint_whose_gpu_is_lost_while_it_is_written() -> None:
+    """Its heir is offered anew: the write has marked what is gone."""
+    objects: dict[str, bytes] = {}
+    cache = new_cache()
+    with stored_in(cache, objects) as store:
+        store.holds = {TaskKind.WRITE}
+        cache.release(computed(cache, "text"))
+        store.step()
+        assert store.tasks, "its image"
+        cache.ranks.kv_lost(0)
+        store.go()
+        assert cache.storage.flush(5.0)
