@@ -59,7 +59,7 @@ class Flush:
         num_room = residency.num_available(CPU)
         for run in runs:
             if num_room > 0:
-                num_room -= max(1, run.num_gpu - run.stored.num_blocks)
+                num_room -= max(0, run.num_gpu - run.stored.num_blocks)
                 self._movement.copy_down.store((run,), unstored=True)
 
     def _is_all_there(self, deadline: float) -> bool:

@@ -45,7 +45,7 @@ def simulate(path: Path, options: SimulateOptions) -> None:
     block_bytes, model = _model(options.config_file, trace)
     sizes = _tier_sizes(options, trace, block_bytes)
     if model is not None and any(storage for _, _, storage in sizes):
-        raise LaunchError("--storage-blocks with a layout of several groups, which no store serves; leave it out")
+        raise LaunchError("--storage-blocks with a layout of several groups is not simulated; leave it out")
     results, clairvoyant, interrupt = list[Replayed](), dict[int, float](), None
     try:
         _replay_all(console, trace, sizes, policies, options, model=model, results=results, clairvoyant=clairvoyant)
