@@ -237,6 +237,8 @@ class StorageWrites:
                 num_there = max(run.stored.num_blocks, write.start + num_stored)
                 run.stored = run.stored.but(num_blocks=num_there)
                 written = run
+            else:  # what comes before it has been written, or will be, and nobody notes these then
+                self._has_lost_marks = True
             if num_stored < len(write.ids) and result.error is None and run.num_uses > run.stored.offered_use:
                 self.offer(run)  # it was used again meanwhile
         return written

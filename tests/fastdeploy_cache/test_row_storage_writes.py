@@ -205,3 +205,19 @@ def test_a_checkpoint_whose_gpu_is_lost_while_it_is_written() -> None:
         cache.ranks.kv_lost(0)
         store.go()
         assert cache.storage.flush(5.0)
+
+
+def test_answers_to_writes_may_overtake_each_other() -> None:
+    """What was written behind a place that was not known to be stored is offered again by a flush."""
+    cache = new_cache()
+    with stored_in(cache, {}) as store:
+        store.holds = {TaskKind.WRITE}
+        tier = cache.storage._tier
+        assert not isinstance(tier, NoTier)
+        tier.writes._limits = dataclasses.replace(tier.writes._limits, chunk_blocks=2)
+        cache.release(computed(cache, "text"))
+        assert [len(names_of(task)) for task in store.tasks] == [2, 2]
+        store.tasks.reverse()
+        store.step()
+        store.go()
+        assert cache.storage.flush(5.0)
