@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -62,10 +63,13 @@ class Store:
         self._ended = threading.Condition()
         self._num_open, self._num_done, self._errors = 0, 0, list[str]()
         self._next_id = 1
-        self._client.start(self._on_result, lambda: None)
-        if not self._client.wait_ready(config.start_timeout_seconds):
+        try:
+            self._client.start(self._on_result, lambda: None)
+            if not self._client.wait_ready(config.start_timeout_seconds):
+                raise LaunchError(f"the {config.kind} store cannot be opened")
+        except BaseException:  # an interrupt, too: its process would go on in a folder that is being removed
             self.close()
-            raise LaunchError(f"the {config.kind} store cannot be opened")
+            raise
 
     def run(self, kind: TaskKind, hashes: Sequence[bytes], first: int = 0) -> float:
         """Move the blocks from `first` on; seconds from the first submission to the last answer."""
@@ -193,11 +197,12 @@ def bandwidth(
     `num_pages`: the objects are pages of images with so many, of which each is a task.
     """
     num = max(2, total_bytes // object_bytes)
-    store = Store(config, object_bytes, num, num_pages)
-    plain = PlainFile(folder, object_bytes, num, config.num_io_threads)
     times, ones = list[tuple[float, ...]](), list[tuple[float, ...]]()
     durable: list[tuple[float, ...]] = [(math.nan, math.nan)] * 2
-    try:
+    with (
+        contextlib.closing(Store(config, object_bytes, num, num_pages)) as store,
+        contextlib.closing(PlainFile(folder, object_bytes, num, config.num_io_threads)) as plain,
+    ):
         for _ in range(repeats + 1):
             hashes = _named(num, num_pages)
             plain.renew()
@@ -210,9 +215,6 @@ def bandwidth(
         if config.folder is not None:  # last: a disk may be slow for a while after much that was synced
             where = Path(config.folder)
             durable = [_write_durably(where, store, plain, names(time.monotonic_ns(), num)) for _ in range(repeats + 1)]
-    finally:
-        plain.close()
-        store.close()
     total = num * object_bytes
     speeds = [
         total / statistics.median(column) for rows in (times[1:], durable[1:]) for column in zip(*rows, strict=True)

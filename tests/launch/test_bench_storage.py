@@ -53,7 +53,7 @@ def test_every_promised_figure_has_a_verdict_that_follows(
     """Writes and reads of the file store, the folder opened again, the store that hangs; the status is theirs."""
     result, found, _ = tiny
     assert [entry["name"].partition(":")[0].partition(",")[0] for entry in found["reach"]] == [
-        *["file"] * 4, "re-open of 0.02 GB", "objects there after it", "hung store", "hung store",
+        *["file"] * 6, "re-open of 0.02 GB", "objects there after it", "hung store", "hung store",
     ]  # fmt: skip
     assert all(is_consistent(entry) for entry in found["reach"])
     assert result.returncode == (0 if all(entry["ok"] for entry in found["reach"]) else 1)
@@ -63,10 +63,11 @@ def test_every_promised_figure_has_a_verdict_that_follows(
 def test_stores_are_measured_beside_plain_files_and_nothing_is_left(
     tiny: tuple[subprocess.CompletedProcess[str], dict[str, Any], Path],
 ) -> None:
-    """Three sizes of each store, every figure above 0, `durable` for files only; the folder is empty again."""
+    """Three sizes of each store and pages of images, every figure above 0, `durable` for files only; the folder is
+    empty again."""
     _, found, folder = tiny
     for kind, rows in found["stores"].items():
-        assert [row["object_bytes"] for row in rows] == [2**16, 2**20, 2**23]
+        assert [row["object_bytes"] for row in rows] == [2**16, 2**20, 2**23, 3 * 2**19]
         assert all(value > 0 for row in rows for value in row.values())
         assert all(("durable" in row) == (kind == "file") for row in rows)
     assert set(found["stores"]) == {"file", "valkey"}
