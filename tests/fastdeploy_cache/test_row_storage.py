@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_cache import Request
+from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.books.causes import Cause
+from fastdeploy_cache.storage.prefetch import StoragePrefetch
 from fastdeploy_cache.transfer_manager.kv.groups import KVGroup
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
+from fastdeploy_cache.transfer_manager.storage.base import Blocks
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.transfer_manager.storage.keys import IMAGE_STOP, page_names
 from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.held_store import HeldStore, stored_in
 from tests.rigs.hybrid_requests import BOTH, FULL, ONLY_STATE, ONLY_WINDOW, TEXT, computed, started
@@ -304,3 +307,42 @@ def test_a_checkpoint_that_gets_no_room_on_the_gpu_is_missed_for_that(objects: d
         cache.check_invariants()
         cache.release(request)
         cache.release(other)
+
+
+@pytest.mark.parametrize("has_find", [True, False])
+def test_a_look_up_asks_for_the_deepest_boundaries_in_one_go(monkeypatch: pytest.MonkeyPatch, has_find: bool) -> None:
+    """At most 256 of them; a store that has no `find` is asked for one after the other, from the deepest on."""
+    cache = new_cache(num_gpu_blocks=400, num_gpu_units=(6, 420), num_cpu_blocks=400)
+    asked: list[int] = []
+    with stored_in(cache, {}) as store:
+        prompt, inner = list(range(1202)), store._executor._store
+        request = Request(request_id="long", prompt_token_ids=prompt)
+        hashes = b"".join(page_names(bytes(32), 300))
+        there = {hashes[i : i + 32] for i in range(0, len(hashes), 32)}
+        kept = page_names(hashes[32 * 99 : 32 * 100], 1)[0]  # an image behind 100 blocks
+
+        def find(names: list[bytes]) -> list[bool]:
+            asked.append(len(names))
+            return [name == kept for name in names]
+
+        def count_leading(blocks: Blocks) -> int:
+            if len(blocks.hashes) == 1 and not has_find:
+                asked.append(1)
+                return int(blocks.hashes[0] == kept)
+            return [*(each in there for each in blocks.hashes), False].index(False)
+
+        monkeypatch.setattr(inner, "find", find if has_find else None)
+        monkeypatch.setattr(inner, "count_leading", count_leading)
+        task = cache.storage._tier.reads._new_task(  # type: ignore[union-attr]
+            TaskKind.LOOKUP, prefetch_of(cache, request, hashes), 0, 300, None
+        )
+        num_found = store._executor._do(task).num_blocks
+    assert num_found == 100
+    assert asked == ([256] if has_find else [1] * 201)
+
+
+def prefetch_of(cache: PrefixCacheManager, request: Request, hashes: bytes) -> StoragePrefetch:
+    """One with these names."""
+    prefetch = cache.storage.new_prefetch(request, request.keys(4), range(300), bytes(32), 0)
+    prefetch.hashes, prefetch.stops = hashes, bytes([IMAGE_STOP]) * 300
+    return prefetch
