@@ -103,3 +103,27 @@ def test_over_a_mooncake_cluster() -> None:
     finally:
         lender.kill()
         master.kill()
+
+
+def test_weights_that_come_back_hit_again(tmp_path: Path) -> None:
+    """Others never hit what was computed with these, and after them, as after a sleep, their own are found."""
+    texts, engine = prompts(9), storing(str(tmp_path), 1)
+    engine.is_patient = True
+
+    def from_storage() -> int:
+        before = engine.num_storage_tokens
+        for prompt in texts:
+            serve_one(engine, prompt, 2)
+        assert engine.cache.storage.flush(20.0)
+        return engine.num_storage_tokens - before
+
+    with engine.cache as cache:
+        from_storage()
+        cache.reset(weights_id="others")
+        assert from_storage() == 0
+        cache.life.update_weights("float64")
+        assert from_storage() > 50
+        cache.life.sleep()
+        cache.life.wake()
+        assert from_storage() > 50
+        cache.check_invariants()
