@@ -66,9 +66,11 @@ class WriteOut:
             due = [run for run in used.pin.run.path() if self._is_due(run)]
             if used.has_uncopied:
                 self._ask(due)
-            for run in due:
-                self._writes.offer(run)
-            self._writes.pump()
+            try:
+                for run in due:
+                    self._writes.offer(run)
+            finally:  # what is queued would wait for whatever comes next, and that may be nothing
+                self._writes.pump()
 
     def _is_due(self, run: Run) -> bool:
         return self._min_uses == 1 or run.num_uses >= self._min_uses

@@ -151,9 +151,9 @@ class StorageWrites:
     def pump(self) -> None:
         """Start writing what is queued, as far as there is room in flight."""
         # Images first: else blocks would take all the room, and fill the store with what nobody can use.
-        is_next = self.checkpoints is not None and self.checkpoints.pump(self._num_room, is_alone=not self._num_busy)
-        if not is_next:
+        if not self._pump_images():
             self._start_writes()
+            self._pump_images()  # what has just been left out has no use for its image
         is_open = self._link.writing.is_closed and not self._link.is_unfit
         if not self.is_idle and (self._link.is_detached or not is_open):  # nobody is owed a backlog
             self.num_skipped_blocks += sum(self._queue.values())
@@ -171,6 +171,10 @@ class StorageWrites:
     @property
     def _num_room(self) -> int:
         return self._limits.max_writing_blocks - self._num_busy
+
+    def _pump_images(self) -> bool:
+        images = self.checkpoints
+        return images is not None and images.pump(self._num_room, is_alone=not self._num_busy)
 
     def _start_writes(self) -> None:
         while self._queue and self._link.can(TaskKind.WRITE):
@@ -237,8 +241,6 @@ class StorageWrites:
                 num_there = max(run.stored.num_blocks, write.start + num_stored)
                 run.stored = run.stored.but(num_blocks=num_there)
                 written = run
-            else:  # what comes before it has been written, or will be, and nobody notes these then
-                self._has_lost_marks = True
             if num_stored < len(write.ids) and result.error is None and run.num_uses > run.stored.offered_use:
                 self.offer(run)  # it was used again meanwhile
         return written

@@ -207,17 +207,20 @@ def test_a_checkpoint_whose_gpu_is_lost_while_it_is_written() -> None:
         assert cache.storage.flush(5.0)
 
 
-def test_answers_to_writes_may_overtake_each_other() -> None:
-    """What was written behind a place that was not known to be stored is offered again by a flush."""
+def test_an_image_whose_blocks_get_no_memory_waits_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are left out, and nothing that is written would start its own write later."""
     cache = new_cache()
-    with stored_in(cache, {}) as store:
-        store.holds = {TaskKind.WRITE}
+    with cache:
+        store = HeldStore(cache, {})
+        cache.storage.attach(StorageConfig(folder="/nowhere", weights_id="w", admission="all"), client=store)
         tier = cache.storage._tier
         assert not isinstance(tier, NoTier)
-        tier.writes._limits = dataclasses.replace(tier.writes._limits, chunk_blocks=2)
-        cache.release(computed(cache, "text"))
-        assert [len(names_of(task)) for task in store.tasks] == [2, 2]
-        store.tasks.reverse()
-        store.step()
-        store.go()
+        with monkeypatch.context() as patched:
+            patched.setattr(tier.writes, "_write", no_memory)
+            cache.release(computed(cache, "text"))
+        assert tier.writes.is_idle and tier.writes.wait_drained(0.0)
+        assert cache.stats().num_failed_steps["write_out"]
         assert cache.storage.flush(5.0)
+        caplog.clear()
