@@ -130,7 +130,7 @@ class Checkpoints:
 
     def land_units(self, checkpoint: Checkpoint, units: Units) -> bool:
         """Units of a task's have its KV. Whether they are its own now: else they are the task's still."""
-        if not self._is_here(checkpoint) or checkpoint.units is not None:
+        if not self.is_here(checkpoint) or checkpoint.units is not None:
             return False
         self._take_units(checkpoint, units, TASK)
         self.came(checkpoint, GPU)
@@ -138,7 +138,7 @@ class Checkpoints:
 
     def land_pages(self, checkpoint: Checkpoint, pages: array[int]) -> bool:
         """The same of pages of the CPU tier."""
-        if not self._is_here(checkpoint) or checkpoint.pages is not None:
+        if not self.is_here(checkpoint) or checkpoint.pages is not None:
             return False
         assert len(pages) == self.sizes.num_pages(checkpoint.boundary), "an image of another size"
         packed = pages.tobytes()
@@ -175,7 +175,8 @@ class Checkpoints:
             raise
         return there
 
-    def _is_here(self, checkpoint: Checkpoint) -> bool:
+    def is_here(self, checkpoint: Checkpoint) -> bool:
+        """Whether it hangs in the tree, and is of no older epoch."""
         return checkpoint.run is not None and checkpoint.run.epoch == self.epoch
 
     def _take_units(self, checkpoint: Checkpoint, units: Units, giver: Owner) -> None:
@@ -249,7 +250,7 @@ class Checkpoints:
         self.num_pinned_pages -= len(checkpoint.pages or b"") // ID_BYTES
         for pool, ids in self._views(checkpoint):
             pool.unpin(ids)
-        if not self._is_here(checkpoint):
+        if not self.is_here(checkpoint):
             self.drop(checkpoint, Loss.RESET)
             return
         self._offer_all(checkpoint)
@@ -278,7 +279,7 @@ class Checkpoints:
         self._left(checkpoint, CPU, why, was_there=packed is not None)
 
     def _left(self, checkpoint: Checkpoint, tier: Tier, why: Loss, *, was_there: bool) -> None:
-        if (checkpoint.queued_cpu if tier else checkpoint.queued_gpu) is not None and self._is_here(checkpoint):
+        if (checkpoint.queued_cpu if tier else checkpoint.queued_gpu) is not None and self.is_here(checkpoint):
             self.policy.pull(cast("Run", checkpoint), tier)
         for lifted in self.taps.lifted if was_there else ():
             lifted(checkpoint, tier, why)

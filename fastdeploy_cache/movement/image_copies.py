@@ -51,10 +51,8 @@ class ImageCopies:
         return has_room
 
     def _is_uncopied(self, checkpoint: Checkpoint) -> bool:
-        is_here = checkpoint.run is not None and checkpoint.run.epoch == self._checkpoints.epoch
-        return (
-            is_here and bool(checkpoint.units) and checkpoint.pages is None and not self._images.is_storing(checkpoint)
-        )
+        is_only_on_gpu = bool(checkpoint.units) and checkpoint.pages is None
+        return is_only_on_gpu and self._checkpoints.is_here(checkpoint) and not self._images.is_storing(checkpoint)
 
     def num_uncopied_pages(self, run: Run) -> int:
         """Pages that copies of a run's checkpoints would take, of those that have none."""

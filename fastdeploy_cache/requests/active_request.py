@@ -122,6 +122,11 @@ class ActiveRequest(msgspec.Struct, eq=False):
         """Whether it runs on blocks that are not confirmed."""
         return self.phase is AHEAD
 
+    @property
+    def is_fetching(self) -> bool:
+        """Whether more may come from storage for its match, which is not settled."""
+        return self.prefetch is not None and not self.is_settled and self.prefetch.is_pending
+
     def num_storage_blocks(self, num_gpu_blocks: int, num_blocks: int) -> int:
         """How many of the matched blocks [num_gpu_blocks, num_blocks) its prefetch has brought from storage."""
         if self.prefetch is None:

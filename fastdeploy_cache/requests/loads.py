@@ -87,7 +87,7 @@ class MatchLoads:
         clock = self._requests.books.clock
         while (now := clock.now()) < deadline:
             with self._requests.books:
-                fetching = self._requests.matcher.is_fetching(self._active)
+                fetching = self._active.is_fetching
                 transfers, prefetch, room = self._transfers(), self._active.prefetch, self._active.room
             if room is not None:
                 room.done.wait(min(deadline, room.deadline) - now)
@@ -124,7 +124,7 @@ class MatchLoads:
     @property
     def fetch_seconds_left(self) -> float | None:
         prefetch = self._active.prefetch
-        if prefetch is None or not self._requests.matcher.is_fetching(self._active):
+        if prefetch is None or not self._active.is_fetching:
             return None
         return prefetch.seconds_left
 
@@ -134,7 +134,7 @@ class MatchLoads:
             if room is not None:
                 room.on_done.append(lambda: self.call_when_ready(call))
                 return
-            if prefetch is not None and self._requests.matcher.is_fetching(self._active):
+            if prefetch is not None and self._active.is_fetching:
                 self._look_again(prefetch, lambda: self.call_when_ready(call))
                 return
             pending = [transfer for transfer in self._transfers() if not transfer.done.is_set()]

@@ -74,7 +74,7 @@ class Matcher:
             if (ids := self._anchors.matches.match(active, path, num_found)) is not None:
                 is_whole = self._recompute_last_token and len(ids) == num_found == max_blocks
                 is_copying = is_whole and self._copy_last(active, num_found)
-                if not is_copying and not self.is_fetching(active):
+                if not is_copying and not active.is_fetching:
                     self._settle_at(active, ids)
             return
         if request.images:
@@ -87,7 +87,7 @@ class Matcher:
         if len(ids) < num_found:
             self._load_cold(active, path, num_found, 0, is_fetched=False)
         elif not (self._recompute_last_token and self._copy_last(active, num_found)) and (
-            active.prefetch is None or not self.is_fetching(active)
+            active.prefetch is None or not active.is_fetching
         ):
             self._settle_at(active, ids)
 
@@ -240,7 +240,7 @@ class Matcher:
 
         The match settles here when nothing is coming any more, or where `is_final`.
         """
-        is_fetching = active.prefetch is not None and self.is_fetching(active)
+        is_fetching = active.prefetch is not None and active.is_fetching
         if active.phase is WAITING:
             active.num_readable_blocks = 0 if self.is_lost(active) else len(self.arrived(active)[0])
             if active.copy is not None:
@@ -291,11 +291,6 @@ class Matcher:
         return ids, transfers
 
     # -- from storage
-
-    def is_fetching(self, active: ActiveRequest) -> bool:
-        """Whether more may come from storage for a match that is not settled."""
-        prefetch = active.prefetch
-        return prefetch is not None and not active.is_settled and prefetch.is_pending
 
     def follow(self, active: ActiveRequest, prefetch: StoragePrefetch) -> None:
         """The request's prefetch: the match grows with what it brings until it is settled."""

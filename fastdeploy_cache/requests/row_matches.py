@@ -60,7 +60,6 @@ class RowMatches:
         active.trail.idle_since = path[-1].used_last
         if deepest is not on_gpu and self._loads is not None and self._loads.begin(active, path, deepest, on_gpu):
             return None
-        is_fetching = active.prefetch is not None and active.prefetch.is_pending
         pin_leading(self._tree, active, path, boundary)
         if on_gpu is None:
             return array("i")
@@ -68,7 +67,7 @@ class RowMatches:
         self._keep(rows, on_gpu)
         if self.copies.is_due(active):
             rows.goal = on_gpu
-            if is_fetching or self.copy_state(active):  # else it is copied when nothing deeper comes
+            if active.is_fetching or self.copy_state(active):  # else it is copied when nothing deeper comes
                 return None
             give_up(self._rows.checkpoints, rows)
             pin_leading(self._tree, active, path, 0)
@@ -94,8 +93,7 @@ class RowMatches:
         rows = rows_of(active)
         if rows.goal is None or not self.copies.is_due(active) or active.room is not None or active.pin is None:
             return False
-        is_fetching = active.prefetch is not None and active.prefetch.is_pending
-        if is_fetching or not all(transfer.done.is_set() for transfer in active.loads):
+        if active.is_fetching or not all(transfer.done.is_set() for transfer in active.loads):
             return False
         num_blocks = len(gpu_ids(active.pin.run.path(), active.num_pinned_blocks))
         there = [each for each in reversed(rows.anchors) if each.units is not None]

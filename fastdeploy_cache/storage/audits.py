@@ -9,8 +9,8 @@ from fastdeploy_cache.books.checkpoint import Checkpoint, chain_of
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.books.run_notes import NOT_STORED
 from fastdeploy_cache.ipc.clock import Event
+from fastdeploy_cache.storage.checkpoint_writes import names_of_image
 from fastdeploy_cache.storage.link import StorageLink
-from fastdeploy_cache.transfer_manager.storage.keys import page_names
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 
 _TASKS_AT_A_TIME = 4  # of an audit: prefetches share the lane
@@ -49,7 +49,7 @@ class StorageAudits:
 
     def __init__(self, books: Books, link: StorageLink) -> None:
         self._tree, self._link, self._clock = books.tree, link, books.clock
-        self._sizes = books.rows.checkpoints.sizes if books.rows is not None else None
+        self._checkpoints = books.rows.checkpoints if books.rows is not None else None
         self._audits: list[Audit] = []
         self._questions: dict[int, _Question] = {}
 
@@ -65,7 +65,7 @@ class StorageAudits:
     def start(self) -> Audit:
         """Ask for all that is cached now."""
         audit = Audit([run for run in self._tree.runs() if run.epoch == self._tree.epoch], self._clock.event())
-        if self._sizes is not None:
+        if self._checkpoints is not None:
             audit.checkpoints = [each for run in audit.runs for each in chain_of(run) if self._num_pages(each)]
         self._audits.append(audit)
         self.pump()
@@ -127,17 +127,15 @@ class StorageAudits:
         audit.num_in_flight += 1
 
     def _num_pages(self, checkpoint: Checkpoint) -> int:
-        assert self._sizes is not None
-        return self._sizes.num_pages(checkpoint.boundary)
+        assert self._checkpoints is not None
+        return self._checkpoints.sizes.num_pages(checkpoint.boundary)
 
     def _ask_for_image(self, audit: Audit) -> None:
         checkpoint = audit.checkpoints.pop()
-        run: Run | None = checkpoint.run
-        if run is None or run.epoch != self._tree.epoch:
+        if self._checkpoints is None or not self._checkpoints.is_here(checkpoint):
             return
-        block_hash = self._tree.names.of(run, checkpoint.end - 1, checkpoint.end)
-        names = page_names(block_hash, self._num_pages(checkpoint))
-        task = self._link.new_task(TaskKind.LOOKUP, b"".join(names))
+        names = names_of_image(self._tree.names, checkpoint, self._num_pages(checkpoint))
+        task = self._link.new_task(TaskKind.LOOKUP, names)
         self._link.outbox.put(task, self._questions, _Question(audit, [], checkpoint))
         audit.num_in_flight += 1
 

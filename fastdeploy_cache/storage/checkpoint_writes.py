@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
+from fastdeploy_cache.books.block_names import BlockNames
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.checkpoint import Checkpoint, chain_of
 from fastdeploy_cache.books.checkpoints import all_checkpoints
@@ -20,6 +21,11 @@ from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 
 _MAX_LOOKED = 64  # queued checkpoints that one call goes over
 _MIN_SWEEP = 16
+
+
+def names_of_image(names: BlockNames, checkpoint: Checkpoint, num_pages: int) -> bytes:
+    """What the pages of a checkpoint in the tree are called in storage, joined."""
+    return b"".join(page_names(names.of(checkpoint.run, checkpoint.end - 1, checkpoint.end), num_pages))
 
 
 @dataclass(eq=False)
@@ -84,8 +90,7 @@ class CheckpointWrites:
                 self._sweep()
 
     def _is_there(self, checkpoint: Checkpoint) -> bool:
-        run: Run | None = checkpoint.run
-        return run is not None and run.epoch == self._tree.epoch and bool(checkpoint.pages)
+        return self._rows.is_here(checkpoint) and bool(checkpoint.pages)
 
     def _sweep(self) -> None:
         """Forget what has left the CPU tier unwritten: while a store is away the queue is no longer than the tier."""
@@ -134,11 +139,10 @@ class CheckpointWrites:
         return None
 
     def _write(self, checkpoint: Checkpoint) -> None:
-        run: Run = checkpoint.run
         pages = array("i", checkpoint.pages or b"")
-        names = page_names(self._tree.names.of(run, checkpoint.end - 1, checkpoint.end), len(pages))
+        names, priority = names_of_image(self._tree.names, checkpoint, len(pages)), checkpoint.run.stored.priority
         stored = checkpoint.stored.but(num_offered=1)
-        task = self._link.new_task(TaskKind.WRITE, b"".join(names), sources=pages, priority=run.stored.priority)
+        task = self._link.new_task(TaskKind.WRITE, names, sources=pages, priority=priority)
         self._pool.begin_reading(pages)  # first: see `StorageWrites`
         try:
             self._link.outbox.put(task, self._writes, _ImageWrite(checkpoint, pages))

@@ -13,10 +13,9 @@ from fastdeploy_cache.storage.prefetch import StoragePrefetch
 from fastdeploy_cache.transfer_manager.kv.groups import KVGroup
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.storage.base import Blocks
-from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.storage.keys import IMAGE_STOP, page_names
 from fastdeploy_cache.transfer_manager.task import TaskKind
-from tests.rigs.held_store import HeldStore, stored_in
+from tests.rigs.held_store import stored_in
 from tests.rigs.hybrid_requests import BOTH, FULL, ONLY_STATE, ONLY_WINDOW, TEXT, computed, started
 from tests.rigs.stored_rows import LONG, ask, names_of, new_cache, no_memory, written_objects
 
@@ -272,9 +271,7 @@ def test_blocks_that_cannot_be_held_go_again(
 ) -> None:
     """Without memory for a pin the prefetch ends, and leaves no dead KV."""
     cache = new_cache()
-    with cache:
-        store = HeldStore(cache, objects)
-        cache.storage.attach(StorageConfig(folder="/nowhere", weights_id="w", admission="all"), client=store)
+    with stored_in(cache, objects, may_fail=True) as store:
         store.holds = {TaskKind.PREFETCH}
         request, match = ask(cache, LONG)
         with monkeypatch.context() as patched:

@@ -155,9 +155,7 @@ def test_a_flush_ends_though_a_write_gets_no_memory(
 ) -> None:
     """Who waits for the queue hears of its end."""
     cache = new_cache()
-    with cache:
-        store = HeldStore(cache, {})
-        cache.storage.attach(StorageConfig(folder="/nowhere", weights_id="w", admission="all"), client=store)
+    with stored_in(cache, {}, may_fail=True) as store:
         store.holds = {TaskKind.WRITE}
         cache.release(computed(cache, "text"))
         with monkeypatch.context() as patched:
@@ -212,9 +210,7 @@ def test_an_image_whose_blocks_get_no_memory_waits_for_nothing(
 ) -> None:
     """They are left out, and nothing that is written would start its own write later."""
     cache = new_cache()
-    with cache:
-        store = HeldStore(cache, {})
-        cache.storage.attach(StorageConfig(folder="/nowhere", weights_id="w", admission="all"), client=store)
+    with stored_in(cache, {}, may_fail=True):
         tier = cache.storage._tier
         assert not isinstance(tier, NoTier)
         with monkeypatch.context() as patched:

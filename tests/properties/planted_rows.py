@@ -56,7 +56,7 @@ PLANTED = (
         "units land in an earlier epoch",
         (
             "books.checkpoints",
-            "Checkpoints._is_here",
+            "Checkpoints.is_here",
             "checkpoint.run is not None and checkpoint.run.epoch == self.epoch",
             "True",
         ),

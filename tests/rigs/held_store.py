@@ -86,11 +86,13 @@ class HeldStore:
 
 
 @contextmanager
-def stored_in(cache: PrefixCacheManager, objects: dict[str, bytes], weights_id: str = "w") -> Iterator[HeldStore]:
-    """A cache with such a store, until it is closed; its books add up then."""
+def stored_in(
+    cache: PrefixCacheManager, objects: dict[str, bytes], weights_id: str = "w", *, may_fail: bool = False
+) -> Iterator[HeldStore]:
+    """A cache with such a store, until it is closed; its books add up then. `may_fail`: steps that verbs take along."""
     with cache:
         store = HeldStore(cache, objects, weights_id)
         cache.storage.attach(StorageConfig(folder="/nowhere", weights_id=weights_id, admission="all"), client=store)
         yield store
         cache.check_invariants()
-        assert not any(cache.stats().num_failed_steps.values())
+        assert may_fail or not any(cache.stats().num_failed_steps.values())
