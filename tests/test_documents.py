@@ -15,6 +15,7 @@ import typer
 from fastdeploy_cache import CacheConfig, KVLayout, PeerConfig, PrefixCacheManager, StorageConfig, TransferConfig
 from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.callers.copies import BlockCopies
+from fastdeploy_cache.callers.own_units import CallerUnits
 from fastdeploy_cache.callers.view import BlockView
 from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.config.tables import LISTS
@@ -116,13 +117,13 @@ def test_the_verbs_in_pages_are_there() -> None:
     """Whatever pages call `cache.PART.verb`, and `cache.verb(` outside the pages of adapters, exists."""
     parts = {"storage": StorageAccess, "peers": Peers, "blocks": CallerBlocks, "ranks": RankAccess, "life": LifeCycle}
     parts |= {"insight": Insight, "control": Control}
-    parts |= {"blocks.copies": BlockCopies, "blocks.view": BlockView}
+    parts |= {"blocks.copies": BlockCopies, "blocks.view": BlockView, "blocks.units": CallerUnits}
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         text = page.read_text()
         for part, verb in re.findall(
-            r"\bcache\.((?:storage|peers|blocks|ranks|life|insight|control)(?:\.copies|\.view)?)\.(\w+)", text
+            r"\bcache\.((?:storage|peers|blocks|ranks|life|insight|control)(?:\.copies|\.view|\.units)?)\.(\w+)", text
         ):
-            assert verb in {"copies", "view"} or hasattr(parts[part], verb), f"{page}: cache.{part}.{verb}"
+            assert verb in {"copies", "view", "units"} or hasattr(parts[part], verb), f"{page}: cache.{part}.{verb}"
         if page.parent.name != "adapters":
             for verb in re.findall(r"\bcache\.(\w+)\(", text):
                 assert hasattr(PrefixCacheManager, verb), f"{page}: cache.{verb}"

@@ -8,6 +8,8 @@ from typing import NamedTuple, Self
 
 from fastdeploy_cache.ipc.codec import Int32Array
 
+LEFT_OUT = -1  # in place of a unit that a load is not to fill
+
 
 class Lane(IntEnum):
     """A rank's threads, each with its own connection to the queue; tasks of one lane are done in order.
@@ -74,7 +76,8 @@ class TransferTask:
     each block are copied; and a `row` behind the full one: the ids are units of that one.
 
     A swap with `units` moves a checkpoint: these are its units by row behind the full one, the ids of the CPU tier are
-    its pages, and there are none of the GPU. It goes in steps, between which the rank does other tasks of its lane.
+    its pages, and there are none of the GPU. A load does not fill those that are `LEFT_OUT`. It goes in steps, between
+    which the rank does other tasks of its lane.
 
     A task of storage has the blocks' hashes, joined, in the order of the prompt, where the
     store asks for them the prompt's tokens up to there (int32, little-endian), and the ids of one tier only. A LOOKUP

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
-from fastdeploy_cache.books.run import GPU, Run
+from fastdeploy_cache.books.run import CPU, GPU, Run
 from fastdeploy_cache.books.transfer import Transfer, segments_of
 
 Part = tuple[Run, int, int]  # a run, its first block, number of blocks
@@ -84,3 +84,18 @@ def coming_ids(path: list[Run], first: int, num_blocks: int) -> tuple[array[int]
             transfers[segment.transfer] = None
         depth += run.num_blocks
     return ids, list(transfers)
+
+
+def cpu_ids(path: list[Run], first: int, num_blocks: int) -> array[int]:
+    """The CPU blocks of blocks [first, num_blocks) of a path, up to the first without."""
+    ids, depth = array("i"), 0
+    for run in path:
+        start, end = max(0, first - depth), min(run.num_blocks, num_blocks - depth)
+        if start < end:
+            if start < run.cpu_start:
+                return ids
+            ids += run.ids_in(CPU, start - run.cpu_start, end - run.cpu_start)
+            if end > run.cpu_end:
+                return ids
+        depth += run.num_blocks
+    return ids

@@ -82,6 +82,19 @@ class RowBooks:
         """Rank checkpoints by another policy from now on, as `GuardedPolicy.follow_with` does with runs."""
         self.checkpoints.policy.follow_with(policy)
 
+    def use(self, used: Sequence[Checkpoint], *, is_first: bool) -> None:
+        """A request was served by the first of these, of one path, and has made the others; the path was used just now.
+        `is_first`: it is counted.
+
+        What it has left behind goes before all others: it went straight on from there, to a deeper one, at which the
+        next turn will begin. Where prompts part it will not."""
+        deepest = max([each.boundary for each in used], default=0)
+        for checkpoint in used:
+            run = checkpoint.run
+            is_fork = checkpoint.end == run.num_blocks and len(run.children) > 1
+            is_left = checkpoint.boundary < deepest and not is_fork
+            self.checkpoints.use(checkpoint, is_first=is_first, is_left=is_left)
+
     def limit_path(self, checkpoint: Checkpoint, at_most: int) -> None:
         """Keep so many checkpoints in front of this one, besides those where prompts part: of more, the one that was
         made first goes, of those that nobody pins."""

@@ -17,11 +17,12 @@ from fastdeploy_cache.books.growing import Insertion, insert
 from fastdeploy_cache.books.leaves.policy import Asked
 from fastdeploy_cache.books.path import gpu_ids, num_gpu
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
-from fastdeploy_cache.books.run import GPU, Pin, Run, Tier
+from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.callers.copies import BlockCopies
 from fastdeploy_cache.callers.finder import Finder
-from fastdeploy_cache.callers.own_blocks import OwnBlocks, as_first, as_ids
+from fastdeploy_cache.callers.own_blocks import OwnIds, as_first, as_ids
+from fastdeploy_cache.callers.own_units import CallerUnits
 from fastdeploy_cache.callers.view import BlockView
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import OutOfBlocksError, RequestError
@@ -56,14 +57,15 @@ class CallerBlocks:
     """Blocks for callers that keep their own requests: `cache.blocks`. Any thread; each verb is a turn of its own.
 
     A `Request` only names tokens, namespace and images here: it is not registered, and one object may serve many calls.
-    `copies` moves bytes for such callers, `view` looks into the tree for them.
+    `copies` moves bytes for such callers, `units` has those of the rows of a hybrid model, `view` looks into the tree.
     """
 
     def __init__(self, config: CacheConfig, books: Books, movement: Movement, requests: Requests) -> None:
         self._config, self._books, self._tree = config, books, books.tree
         self._copy_down, self._requests = movement.copy_down, requests
-        self._own, self._finder = OwnBlocks(books), Finder(config, books)
-        self.copies = BlockCopies(config, books, movement, self._own, self._finder)
+        self._own = OwnIds(books.tree, books.pools[GPU]), OwnIds(books.tree, books.pools[CPU])
+        self._finder, self.units = Finder(config, books), CallerUnits(books, movement.images)
+        self.copies = BlockCopies(config, books, movement, self._finder, own=self._own, units=self.units)
         self.view = BlockView(books, self._finder)
 
     @property
@@ -91,7 +93,7 @@ class CallerBlocks:
                 num_coming = self._requests.num_coming() if tier is GPU else 0
                 raise OutOfBlocksError(missing, num_coming, num_all=num_all if num_blocks > num_all else None)
             ids = self._books.take(num_blocks, tier, CALLER)
-            return self._own.note_taken(ids, tier)
+            return self._own[tier].note_taken(ids)
 
     def free(self, block_ids: Sequence[int], tier: Tier = GPU) -> None:
         """The caller's blocks are free again; all of them or, on `BlockOwnerError`, none.
@@ -99,7 +101,7 @@ class CallerBlocks:
         One that is still being copied into is free once that has ended.
         """
         with self._books:
-            self._own.free(as_ids(block_ids), tier)
+            self._own[tier].free(as_ids(block_ids))
 
     def evict(self, num_blocks: int, tier: Tier = GPU) -> int:
         """Evict so many blocks of a tier now, or as many as can be; returns how many. `allocate` does it by itself."""
@@ -125,7 +127,7 @@ class CallerBlocks:
             except BaseException:  # no memory: the caller hears of none of them
                 pool.free(evicted, CALLER)
                 raise
-            listed = self._own.note_taken(evicted, GPU)
+            listed = self._own[GPU].note_taken(evicted)
             self._books.note_moved(len(evicted))
         return listed
 
@@ -145,7 +147,7 @@ class CallerBlocks:
             self._requests.matcher.settle(active)
             active.block_ids += ids  # first: it may need memory
             self._books.pools[GPU].hand_over(ids, CALLER, REQUEST)
-            if not self._own.are_current(ids):
+            if not self._own[GPU].are_current(ids):
                 active.is_detached = True
             if not active.is_admitted:
                 self._requests.accounts.admit(active, self._books.clock.now())
@@ -223,7 +225,7 @@ class CallerBlocks:
         with self._books:
             self._books.check_uniform("blocks.insert")
             path, num_found = self._tree.find(request.namespace, keys, first_block)
-            num_there, is_current = num_gpu(path, num_found), self._own.are_current(ids, generation)
+            num_there, is_current = num_gpu(path, num_found), self._own[GPU].are_current(ids, generation)
             if num_there < first_block and is_current:
                 raise RequestError(f"insert behind block {first_block}, but not all before it is on the GPU")
             self._books.pools[GPU].check(ids, CALLER)
@@ -303,6 +305,9 @@ class CallerBlocks:
                     ages.hit(hit_run)
                 ages.used(path)
                 self._books.use(path, request, asked)
+                if self._books.rows is not None:
+                    found = [self._books.rows.deepest_within(path, each) for each in (num_hit_blocks, num_blocks)]
+                    self._books.rows.use([each for each in dict.fromkeys(found) if each is not None], is_first=True)
             else:
                 tree.policy.touch(run.path())
             path = run.path()

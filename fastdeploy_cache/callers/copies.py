@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from array import array
 from collections.abc import Sequence
 
 from fastdeploy_cache.books.arrivals import insert_copies
 from fastdeploy_cache.books.block_keys import BlockKeys
-from fastdeploy_cache.books.block_pool import CALLER, TASK
+from fastdeploy_cache.books.block_pool import TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Copied
-from fastdeploy_cache.books.path import Part, coming_and_cold, coming_ids, gpu_ids, num_gpu
+from fastdeploy_cache.books.path import Part, coming_and_cold, coming_ids, cpu_ids, gpu_ids, num_gpu
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run
 from fastdeploy_cache.books.transfer import Transfer
+from fastdeploy_cache.callers.anchored_copies import AnchoredCopies, Sequenced, free_left
 from fastdeploy_cache.callers.finder import Finder
-from fastdeploy_cache.callers.own_blocks import OwnBlocks, as_first, as_ids
+from fastdeploy_cache.callers.own_blocks import OwnIds, Reading, as_first, as_ids, cargo_of
+from fastdeploy_cache.callers.own_units import CallerUnits
 from fastdeploy_cache.callers.transfers import CallerLoad, CallerTransfer
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import RequestError
@@ -34,10 +35,23 @@ class BlockCopies:
     at any time: those that are copied from or into are free once that has ended.
     """
 
-    def __init__(self, config: CacheConfig, books: Books, movement: Movement, own: OwnBlocks, finder: Finder) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        books: Books,
+        movement: Movement,
+        finder: Finder,
+        *,
+        own: tuple[OwnIds, OwnIds],
+        units: CallerUnits,
+    ) -> None:
+        """`own`: callers' blocks, by tier."""
         self._config, self._books, self._tree = config, books, books.tree
         self._mover, self._loader = movement.mover, movement.loader
-        self._own, self._finder = own, finder
+        self._own, self._units, self._finder = own, units, finder
+        self._anchored: AnchoredCopies | None = None
+        if books.rows is not None:
+            self._anchored = AnchoredCopies(books, movement.mover, own[GPU], units, config.checkpoints_per_path)
         self.ahead: dict[Transfer, int] = {}  # how often callers use its destinations before it has ended
 
     def copy(
@@ -69,86 +83,92 @@ class BlockCopies:
             self._books.check_uniform("blocks.copies.copy")
             source_tier = CPU if kind is TaskKind.SWAP_IN else GPU
             source, tier = self._books.pools[source_tier], CPU if kind is TaskKind.SWAP_OUT else GPU
-            source.check(sources, CALLER)
-            self._books.pools[tier].check(destinations, CALLER)
+            self._own[source_tier].check(sources)
+            self._own[tier].check(destinations)
             if not sources or not self._mover.can(kind):
                 return not sources
-            source.begin_reading(sources)
-            oldest = self._own.oldest(sources, source_tier)
-            cargo = self._own.fill(destinations, tier, oldest, then=lambda: source.end_reading(sources))
+            reading, oldest = Reading((source, sources)), self._own[source_tier].oldest(sources)
+            cargo = cargo_of(self._books, [(self._own[tier], destinations)], reading, oldest)
             transfer = self._send(kind, sources, cargo, num_tokens)
         return CallerTransfer((transfer,), len(sources), self._books.clock).wait(seconds)
 
-    def swap_in(self, request: Request, block_ids: Sequence[int], *, first_block: int = 0) -> CallerTransfer:
+    def swap_in(
+        self,
+        request: Request,
+        block_ids: Sequence[int],
+        *,
+        first_block: int = 0,
+        units: Sequence[Sequence[int]] | None = None,
+    ) -> CallerTransfer:
         """Copy the request's blocks from `first_block` on from the CPU tier into the caller's `block_ids`.
 
         As many leading ones as are there; none where the ranks cannot take a task now. What has not succeeded has
         changed nothing but the destinations' bytes.
 
+        Of a hybrid model all or none, together with the checkpoint behind the last of them. Its `units` are those of
+        `blocks.units.positions`, by row; -1 stands for one that is not to be filled. Where the CPU tier has not all of
+        that, or no task can start, `num_checkpoint_blocks` of the answer is None.
+
         Raises:
-            BlockOwnerError: a block is not the caller's; nothing was changed.
+            BlockOwnerError: a block or a unit is not the caller's, or is given twice; nothing was changed.
+            RequestError: units of other rows or of another boundary; nothing was changed.
         """
         ids, first_block = as_ids(block_ids), as_first(first_block)
         with self._books:
-            self._books.check_uniform("blocks.copies.swap_in")
-            self._books.pools[GPU].check(ids, CALLER)
+            self._own[GPU].check(ids)
             path, num_found = self._finder.find(request, first_block + len(ids))
-            sources = _copies(path, first_block, num_found)
+            sources = cpu_ids(path, first_block, num_found)
+            if self._anchored is not None:
+                return self._anchored.swap_in(path, first_block, sources, ids, self._given(units))
+            self._refuse(units)
             if not sources or not self._mover.can(TaskKind.SWAP_IN):
                 return CallerTransfer((), 0, self._books.clock)
-            destinations, copies = ids[: len(sources)], self._books.pools[CPU]
-            pins = [self._pin_at(path, first_block + len(sources))]
+            destinations, pins = ids[: len(sources)], [self._pin_at(path, first_block + len(sources))]
             # The pin keeps the blocks, though not each of their copies: one that is spare, as its block is on the GPU,
             # would be freed and filled with another block under the task.
-            copies.begin_reading(sources)
-            end = functools.partial(copies.end_reading, sources)
-            cargo = self._own.fill(destinations, GPU, self._tree.generation, pins=pins, then=end)
+            reading = Reading((self._books.pools[CPU], sources))
+            cargo = cargo_of(self._books, [(self._own[GPU], destinations)], reading, self._tree.generation, pins=pins)
             transfer = self._send(TaskKind.SWAP_IN, sources, cargo)
             self._tree.policy.touch(path)
         return CallerTransfer((transfer,), len(sources), self._books.clock)
 
     def swap_out(
-        self, request: Request, block_ids: Sequence[int], *, first_block: int = 0, generation: int | None = None
+        self,
+        request: Request,
+        block_ids: Sequence[int],
+        *,
+        first_block: int = 0,
+        generation: int | None = None,
+        units: Sequence[Sequence[int]] | None = None,
     ) -> CallerTransfer:
         """Copy the caller's `block_ids`, which hold the request's blocks from `first_block` on, to the CPU tier, where
         they are found from then on; of these only what is not cached, and as much as there is room for.
 
         The caller must not write them until it has ended. None where they are of an older generation, as in `insert`.
 
+        Of a hybrid model all or none, together with the checkpoint behind the last of them, of which the caller's
+        `units` hold what `blocks.units.positions` says, by row. Where nothing was begun, as that is there, or not all
+        of it has room, `num_checkpoint_blocks` of the answer is None.
+
         Raises:
-            BlockOwnerError: a block is not the caller's; nothing was changed.
+            BlockOwnerError: a block or a unit is not the caller's, or is given twice; nothing was changed.
+            RequestError: units of other rows or of another boundary; or the blocks before `first_block` of a hybrid
+                model are not cached. Nothing was changed.
         """
         ids, keys, first_block = as_ids(block_ids), self._finder.keys(request), as_first(first_block)
         with self._books:
-            self._books.check_uniform("blocks.copies.swap_out")
-            self._books.pools[GPU].check(ids, CALLER)
+            self._own[GPU].check(ids)
             path, num_found = self._tree.find(request.namespace, keys, first_block + len(ids))
-            num_new = first_block + len(ids) - num_found
             enabled = self._config.enable_prefix_caching and GPU not in self._books.asleep
-            enabled = enabled and self._own.are_current(ids, generation)
-            if num_found < first_block or not num_new or not enabled or not self._mover.can(TaskKind.SWAP_OUT):
+            enabled = enabled and self._own[GPU].are_current(ids, generation)
+            sequence = Sequenced(request.namespace, keys, path, num_found)
+            if self._anchored is not None:
+                given = self._given(units)
+                return self._anchored.swap_out(sequence, first_block, ids, given, generation, enabled=enabled)
+            self._refuse(units)
+            if num_found < first_block or not enabled or not self._mover.can(TaskKind.SWAP_OUT):
                 return CallerTransfer((), 0, self._books.clock)
-            pins = [self._pin_at(path, num_found)] if num_found else []
-            sources = ids[num_found - first_block :]  # at most
-            destinations = self._room_below(num_new, pins)
-            if not destinations:
-                return CallerTransfer((), 0, self._books.clock)
-            del sources[len(destinations) :]
-            try:
-                self._books.pools[GPU].begin_reading(sources)
-            except BaseException:
-                self._books.pools[CPU].free(destinations, TASK)
-                raise
-            began = self._tree.generation
-
-            def end(succeeded: bool) -> None:
-                is_valid = succeeded and began == self._tree.generation
-                self._end_copies(request.namespace, keys, num_found, destinations if is_valid else array("i"))
-                self._end_cpu(destinations, sources)
-
-            cargo = CallersBlocks(self._books, destinations, pins, end)
-            transfer = self._send(TaskKind.SWAP_OUT, sources, cargo)
-        return CallerTransfer((transfer,), len(sources), self._books.clock)
+            return self._copy_down(sequence, ids[num_found - first_block :])
 
     def load(self, request: Request, num_blocks: int | None = None, *, ahead: bool = False) -> CallerLoad | None:
         """Bring the request's cached prefix, at most `num_blocks` blocks, from the CPU tier to the GPU, where it stays
@@ -196,6 +216,22 @@ class BlockCopies:
 
     # -- under the lock
 
+    @property
+    def kept_ids(self) -> list[int]:
+        """CPU blocks of copies of which another part is on its way."""
+        return self._anchored.kept_ids if self._anchored is not None else []
+
+    @staticmethod
+    def _given(units: Sequence[Sequence[int]] | None) -> Sequence[Sequence[int]]:
+        if units is None:
+            raise RequestError("no units are given, and this model has several rows; see `blocks.units.positions`")
+        return units
+
+    @staticmethod
+    def _refuse(units: Sequence[Sequence[int]] | None) -> None:
+        if units is not None:
+            raise RequestError("units are given, and all layers of this model keep everything; leave them out")
+
     def _send(
         self, kind: TaskKind, sources: array[int], cargo: CallersBlocks, num_tokens: int | None = None
     ) -> Transfer:
@@ -205,6 +241,30 @@ class BlockCopies:
         except BaseException:
             cargo.give(False)
             raise
+
+    def _copy_down(self, sequence: Sequenced, sources: array[int]) -> CallerTransfer:
+        """Start copying the blocks behind what was found, as many as there is room for."""
+        namespace, keys, path, num_found = sequence
+        pins = [self._pin_at(path, num_found)] if num_found else []
+        destinations = self._room_below(len(sources), pins)
+        if not destinations:
+            return CallerTransfer((), 0, self._books.clock)
+        del sources[len(destinations) :]
+        try:
+            reading = Reading((self._books.pools[GPU], sources))
+        except BaseException:
+            self._books.pools[CPU].free(destinations, TASK)
+            raise
+        began = self._tree.generation
+
+        def end(succeeded: bool) -> None:
+            is_valid = succeeded and began == self._tree.generation
+            self._end_copies(namespace, keys, num_found, destinations if is_valid else array("i"))
+            free_left(self._books.pools[CPU], destinations)
+            reading.end()
+
+        transfer = self._send(TaskKind.SWAP_OUT, sources, CallersBlocks(self._books, destinations, pins, end))
+        return CallerTransfer((transfer,), len(sources), self._books.clock)
 
     def _start_load(self, path: list[Run], num_found: int, parts: list[Part]) -> bool:
         pin = self._tree.move_pin(None, *self._tree.place(path, num_found))  # or the eviction might take its beginning
@@ -237,23 +297,3 @@ class BlockCopies:
                 self._books.note(Copied(Pin(path[-1], path[-1].cpu_end), num_blocks=num_joined))
         except MemoryError:  # what has not joined goes home
             self._tree.mishaps.note("landing")
-
-    def _end_cpu(self, destinations: array[int], sources: array[int]) -> None:
-        pool = self._books.pools[CPU]
-        pool.free_each((i for i in destinations if pool.owner(i) is TASK), TASK)  # the others have joined the tree
-        self._books.pools[GPU].end_reading(sources)
-
-
-def _copies(path: list[Run], first: int, num_blocks: int) -> array[int]:
-    """The CPU blocks of blocks [first, num_blocks) of a path, up to the first without."""
-    ids, depth = array("i"), 0
-    for run in path:
-        start, end = max(0, first - depth), min(run.num_blocks, num_blocks - depth)
-        if start < end:
-            if start < run.cpu_start:
-                return ids
-            ids += run.ids_in(CPU, start - run.cpu_start, end - run.cpu_start)
-            if end > run.cpu_end:
-                return ids
-        depth += run.num_blocks
-    return ids

@@ -10,13 +10,25 @@ from fastdeploy_cache.ipc.clock import Clock, seconds_to_wait
 
 
 class CallerTransfer:
-    """A copy on its way, of `num_blocks` blocks; of none, it has ended well. Any thread."""
+    """A copy on its way, of `num_blocks` blocks; of none, it has ended well. Any thread.
 
-    __slots__ = ("_clock", "_transfers", "num_blocks", "task_ids")
+    Of a hybrid model it is also of the checkpoint behind the first `num_checkpoint_blocks` blocks of the sequence. None
+    says that nothing was begun. There was no memory to begin all of it unless it `is_whole`; then it fails.
+    """
 
-    def __init__(self, transfers: Sequence[Transfer], num_blocks: int, clock: Clock) -> None:
+    __slots__ = ("_clock", "_transfers", "is_whole", "num_blocks", "num_checkpoint_blocks", "task_ids")
+
+    def __init__(
+        self,
+        transfers: Sequence[Transfer],
+        num_blocks: int,
+        clock: Clock,
+        *,
+        num_checkpoint_blocks: int | None = None,
+        is_whole: bool = True,
+    ) -> None:
         self._transfers, self._clock = tuple(transfers), clock
-        self.num_blocks = num_blocks
+        self.num_blocks, self.num_checkpoint_blocks, self.is_whole = num_blocks, num_checkpoint_blocks, is_whole
         self.task_ids = tuple([transfer.task_id for transfer in transfers])  # for `LayerProgress.wait_layer`
 
     @property
@@ -27,7 +39,7 @@ class CallerTransfer:
     @property
     def succeeded(self) -> bool:
         """Every rank has copied all of it."""
-        return self.done and all(transfer.succeeded for transfer in self._transfers)
+        return self.done and self.is_whole and all(transfer.succeeded for transfer in self._transfers)
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until it has ended; whether all ranks succeeded in time. Every task ends at its own deadline."""

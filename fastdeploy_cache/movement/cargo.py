@@ -99,13 +99,20 @@ class OneBlock:
 class CallersBlocks:
     """Blocks on their way from or into blocks of a caller, or into the CPU tier on its behalf."""
 
-    def __init__(self, books: Books, ids: array[int], pins: Sequence[Pin], give: Callable[[bool], None]) -> None:
-        """`ids`: in the transfer's tier, the task's until it has ended. `pins`: on what it reads, or continues.
-        `give` gives the ids away when all ranks have answered, well or not."""
+    def __init__(
+        self,
+        books: Books,
+        ids: array[int],
+        pins: Sequence[Pin],
+        give: Callable[[bool], None],
+        units: Sequence[array[int]] = (),
+    ) -> None:
+        """`ids`: in the transfer's tier, the task's until it has ended; and so are `units`, by row, where it fills any.
+        `pins`: on what it reads, or continues. `give` gives them away when all ranks have answered, well or not."""
         self._books, self._give = books, give
         self.ids: array[int] = ids
+        self.units = units
         self.pins: list[Pin] = list(pins)
-        self.unwanted: set[int] = set()  # of the ids, those that their caller has given back meanwhile
 
     def num_freed(self, held: dict[Run, int]) -> int:  # noqa: ARG002 (see `Cargo`)
         return 0
@@ -119,4 +126,4 @@ class CallersBlocks:
     def give(self, succeeded: bool) -> None:
         """The ids go to whom they belong now. Where the task could not be sent at all, this is all there is to do."""
         self._give(succeeded)
-        self.ids = array("i")
+        self.ids, self.units = array("i"), ()

@@ -193,18 +193,9 @@ class Anchors:
 
     def use(self, active: ActiveRequest, *, is_first: bool) -> None:
         """Its path was used just now: so were the checkpoint at which it began, and those that it has made. One use is
-        counted of a request, however often it was preempted.
-
-        What it has left behind goes before all others: it went straight on from there, to a deeper one, at which the
-        next turn will begin. Where prompts part it will not."""
-        there = (each for each in rows_of(active).used if each.run is not None and each.run.epoch == self._tree.epoch)
-        used = list(there)
-        deepest = max([each.boundary for each in used], default=0)
-        for checkpoint in used:
-            run = checkpoint.run
-            is_fork = checkpoint.end == run.num_blocks and len(run.children) > 1
-            is_left = checkpoint.boundary < deepest and not is_fork
-            self._rows.checkpoints.use(checkpoint, is_first=is_first, is_left=is_left)
+        counted of a request, however often it was preempted."""
+        used = [each for each in rows_of(active).used if self._rows.checkpoints.is_here(each)]
+        self._rows.use(used, is_first=is_first)
 
     def end(self, active: ActiveRequest) -> None:
         """It holds nothing of any row any more. Needs no memory."""

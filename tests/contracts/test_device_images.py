@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -17,7 +18,7 @@ from fastdeploy_cache.transfer_manager.device import images
 from fastdeploy_cache.transfer_manager.device.base import Device
 from fastdeploy_cache.transfer_manager.device.images import CheckpointImage
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
-from fastdeploy_cache.transfer_manager.task import TaskKind
+from fastdeploy_cache.transfer_manager.task import LEFT_OUT, TaskKind
 from tests.rigs.devices import DEVICES
 
 OUT, IN = TaskKind.SWAP_OUT, TaskKind.SWAP_IN
@@ -113,7 +114,7 @@ def test_an_image_is_packed_and_comes_back(
     monkeypatch.setattr(images, "STEP_BYTES", step_bytes)
     rig = make(name)
     image, before = rig.image(rig.units()), rig.pages.copy()
-    plan = images.ImageMap(rig.layout, rig.layout.places(NUM_GPU), NUM_PAGES).steps(image)
+    plan = images.ImageMap(rig.layout, rig.layout.places(NUM_GPU), NUM_PAGES).steps(OUT, image)
     assert all(step.pieces.num_bytes.sum() <= step_bytes for step in plan)
     wanted = rig.packed(image)
     assert rig.move(OUT, image)[0] == len(wanted)
@@ -148,6 +149,33 @@ def test_an_image_may_lack_units_of_a_row(make: Callable[[str], Rig], name: str)
     nothing = rig.image([[] for _ in rig.layout.rows[1:]])
     assert rig.move(IN, nothing) == (0, [rig.layout.num_layers], 1)
     assert rig.everything() == before
+
+
+@pytest.mark.parametrize("step_bytes", [1, 50, 2**24])
+@pytest.mark.parametrize("name", HYBRID_LAYOUTS)
+def test_a_load_leaves_units_out(
+    make: Callable[[str], Rig], name: str, step_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its caller has already is not written, whichever units these are; all others come; all layers are told."""
+    monkeypatch.setattr(images, "STEP_BYTES", step_bytes)
+    rig = make(name)
+    image = rig.image(rig.units())
+    rig.move(OUT, image)
+    wanted = [[array[units].copy() for array in rig.arrays(row)] for row, units in enumerate(image.units, 1)]
+    for number in range(sum(map(len, image.units)) + 1):  # the first ones, up to all
+        rig.kv.view(np.uint8, (rig.kv.num_bytes,))[:] += 1
+        before = [[array[units].copy() for array in rig.arrays(row)] for row, units in enumerate(image.units, 1)]
+        flat = np.concatenate(image.units)
+        flat[:number] = LEFT_OUT
+        units = tuple(np.split(flat, np.cumsum([len(each) for each in image.units])[:-1]))
+        num_bytes, layers, _ = rig.move(IN, CheckpointImage(units, image.pages))
+        assert layers[-1] == rig.layout.num_layers
+        for row, (ids, old, new) in enumerate(zip(image.units, before, wanted, strict=True), 1):
+            left = units[row - 1] == LEFT_OUT
+            for array, was, comes in zip(rig.arrays(row), old, new, strict=True):
+                assert np.array_equal(array[ids][left], was[left]) and np.array_equal(array[ids][~left], comes[~left])
+        sizes = [rig.layout.unit_bytes(row) for row in range(1, len(rig.layout.rows))]
+        assert num_bytes == sum(size * int((each != LEFT_OUT).sum()) for size, each in zip(sizes, units, strict=True))
 
 
 @pytest.mark.parametrize("kind", [OUT, IN])
@@ -196,7 +224,7 @@ def test_a_move_may_be_left_between_two_steps(make: Callable[[str], Rig], monkey
     ("row", "bad", "said"),
     [
         (0, [NUM_UNITS], "units of the row 'state' (layer 0 is its first) 7..7 leave the pool of 7"),
-        (0, [-1], "units of the row 'state' (layer 0 is its first) -1..-1 leave the pool of 7"),
+        (0, [-2], "units of the row 'state' (layer 0 is its first) -2..-2 leave the pool of 7"),
         (1, [2, 2], "units of the row 'window 9' (layer 3 is its first) have one twice: [2, 2]"),
         (-1, [NUM_PAGES], "CPU pages 17..17 leave the pool of 17"),
         (-1, [0, 1, 2], "an image of 616 bytes has 3 pages; it fills 2"),
@@ -220,6 +248,15 @@ def test_what_no_image_can_be_is_refused(
         next(rig.device.move_image(kind, image, told.append))
     assert str(caught.value) == said
     assert rig.everything() == before and told == []
+
+
+def test_nothing_is_left_out_of_what_is_stored(make: Callable[[str], Rig]) -> None:
+    """An image with a hole would be read as a whole one."""
+    rig = make("a state and a window")
+    good, before = rig.image([[5], [1]]), rig.everything()
+    with pytest.raises(DeviceError, match=re.escape("-1..-1 leave the pool of 7")):
+        next(rig.device.move_image(OUT, good._replace(units=(good.units[0], np.array([LEFT_OUT], np.int32))), print))
+    assert rig.everything() == before
 
 
 @pytest.mark.parametrize("num_tokens", [None, 1, 3])

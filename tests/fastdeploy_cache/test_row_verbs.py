@@ -252,7 +252,7 @@ def test_a_step_gives_blocks_of_all_rows(cache: PrefixCacheManager) -> None:
     cache.release(request)
 
 
-@pytest.mark.parametrize("verb", ["insert", "hand_over", "evict_runs", "drop", "copy", "swap_in", "swap_out", "load"])
+@pytest.mark.parametrize("verb", ["insert", "hand_over", "evict_runs", "drop", "copy", "load"])
 def test_verbs_over_blocks_of_one_row_are_refused(cache: PrefixCacheManager, verb: str) -> None:
     """They know no units: each says so, and the blocks are their caller's still."""
     request, blocks = ask(cache, "a", TEXT[:8]), cache.blocks
@@ -263,8 +263,6 @@ def test_verbs_over_blocks_of_one_row_are_refused(cache: PrefixCacheManager, ver
         "evict_runs": lambda: blocks.evict_runs(1),
         "drop": lambda: blocks.drop(b""),
         "copy": lambda: blocks.copies.copy(ids[:1], ids[1:]),
-        "swap_in": lambda: blocks.copies.swap_in(request, ids),
-        "swap_out": lambda: blocks.copies.swap_out(request, ids),
         "load": lambda: blocks.copies.load(request),
     }
     before = picture(cache)

@@ -8,19 +8,27 @@ import pytest
 
 from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.books.leaves.policy import EvictionPolicy, LeastRecentlyUsed
+from fastdeploy_cache.callers.blocks import CallerBlocks
+from fastdeploy_cache.callers.copies import BlockCopies
+from fastdeploy_cache.callers.own_units import CallerUnits
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.requests.loads import MatchLoads
 from fastdeploy_cache.requests.row_verbs import RowVerbs
+from tests.rigs.row_caller_walk import RowCaller
 from tests.rigs.row_story import RowStory
 from tests.rigs.sites import OutOfMemoryError, OutsideError, Site, Tracer, methods, traced
 
 NUM_STEPS = 160
 WITH_CPU = 4  # the story with a CPU tier, from which it loads checkpoints
+OF_CALLERS = 6
 IN_PLACE, IN_PLACE_WITH_CPU = 5, 7  # states are copied for kernels that write in place
 VERBS = (
     (PrefixCacheManager, ("match", "commit", "release", "prefetch", "reset")),
     (RowVerbs, ("allocate", "step", "snapshot")),
     (MatchLoads, ("poll",)),
+    (CallerBlocks, ("allocate", "free", "pin", "unpin", "lookup")),
+    (CallerUnits, ("allocate", "free", "positions")),
+    (BlockCopies, ("swap_out", "swap_in")),
 )
 
 
@@ -42,6 +50,9 @@ def tracer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracer]:
 
 def play(tracer: Tracer, seed: int, armed: tuple[Site, int] | None) -> None:
     """A whole story, in which one call fails."""
+    if seed == OF_CALLERS:
+        play_callers(tracer, armed)
+        return
     num_cpu_blocks = 40 * (seed in (WITH_CPU, IN_PLACE_WITH_CPU))
     story = RowStory(seed, tick, num_cpu_blocks, state_copy=seed in (IN_PLACE, IN_PLACE_WITH_CPU))
     tracer.begin(armed)
@@ -60,7 +71,25 @@ def play(tracer: Tracer, seed: int, armed: tuple[Site, int] | None) -> None:
         story.finish()
 
 
-@pytest.mark.parametrize("seed", [1, 2, WITH_CPU, IN_PLACE, IN_PLACE_WITH_CPU])
+def play_callers(tracer: Tracer, armed: tuple[Site, int] | None) -> None:
+    """The same of an adapter's caller, whose copies end late."""
+    story = RowCaller(OF_CALLERS)
+    tracer.begin(armed)
+    try:
+        for _ in range(NUM_STEPS * 2):
+            try:
+                story.step()
+            except OutOfMemoryError:
+                story.cache.check_invariants()
+            except OutsideError as error:
+                raise AssertionError(f"{error} reached the engine") from error
+        assert armed is not None or min(story.num_moved["in"], story.num_moved["out"]) >= 3, "hardly anything was moved"
+    finally:
+        tracer.end()
+        story.finish()
+
+
+@pytest.mark.parametrize("seed", [1, 2, WITH_CPU, IN_PLACE, IN_PLACE_WITH_CPU, OF_CALLERS])
 def test_whatever_fails_beside_a_verb_of_rows(tracer: Tracer, seed: int) -> None:
     """After each failure the story goes on: no unit or state but the right one is read, and nothing is left behind."""
     play(tracer, seed, None)
@@ -74,6 +103,7 @@ def test_whatever_fails_beside_a_verb_of_rows(tracer: Tracer, seed: int) -> None
             num_raised += tracer.has_raised
     assert {site.kind for site in reached} >= {"growth", "policy", "metric"}
     places = {site.where.rpartition("/")[2] for site in reached}
-    assert places >= {"anchors.py", "snapshots.py", "unit_pool.py"}, places
+    of_callers = {"anchored_copies.py", "own_blocks.py", "own_units.py"}
+    assert places >= (of_callers if seed == OF_CALLERS else {"anchors.py", "snapshots.py", "unit_pool.py"}), places
     assert seed != WITH_CPU or places >= {"images.py", "block_mover.py"}, places
     assert num_raised > 1.5 * len(reached), "the story reaches next to nothing"

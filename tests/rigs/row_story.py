@@ -12,6 +12,7 @@ from fastdeploy_cache.errors import OutOfBlocksError
 from fastdeploy_cache.requests.tables import RowBlocks, RowTable
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 from tests.rigs.hybrid_requests import BOTH
+from tests.rigs.simulated_client import SimulatedClient
 
 SIZE = 4
 PROMPTS = [[letter] * (4 * length) for letter in (1, 2) for length in (2, 3, 5)] + [[1] * 8 + [2] * 11, [1] * 6]
@@ -22,7 +23,7 @@ class Served:
     """One request as the engine knows it."""
 
     request: Request
-    num_blocks: int = 0
+    block_ids: list[int] = dataclasses.field(default_factory=list)
     num_computed: int = 0
     tables: list[dict[int, int]] = dataclasses.field(default_factory=list)  # by row: position to unit
     slot: int = -1  # that it writes
@@ -33,23 +34,32 @@ class RowStory:
     """Steps of such an engine, the same each time. A verb that raises `MemoryError` has changed nothing."""
 
     def __init__(
-        self, seed: int, clock: Callable[[], float], num_cpu_blocks: int = 0, *, state_copy: bool = False
+        self,
+        seed: int,
+        clock: Callable[[], float],
+        num_cpu_blocks: int = 0,
+        *,
+        state_copy: bool = False,
+        client: SimulatedClient | None = None,
     ) -> None:
-        """`state_copy`: its kernels write a state where they read it."""
+        """`state_copy`: its kernels write a state where they read it. `client`: has the memory, and is late."""
         units = (3 + 2 * state_copy, 8) if num_cpu_blocks else (8, 14)
         config = CacheConfig(
             block_size=SIZE, num_gpu_blocks=24, layout=BOTH, transfer_client="inline", num_gpu_units=units,
             checkpoint_every_tokens=8, checkpoints_per_path=2, num_cpu_blocks=num_cpu_blocks,
             cpu_write_policy="write_through", state_copy=state_copy,
         )  # fmt: skip
-        self.cache = PrefixCacheManager(config, clock=clock)
-        self._pages: dict[int, list[list[tuple[int, ...] | None]]] = {}  # by its first page, what an image holds
+        self.cache = PrefixCacheManager(config, clock=clock, client=client)
+        self._pages: dict[int, list[list[object]]] = {}  # by its first page, what an image holds
         self.num_loaded = self.num_copied = 0
-        self._follow_images()
+        self._client = client
+        if client is None:
+            self._follow_images()
         layout = config.rank_layout()
         assert layout is not None
         self._rows, self._choose = layout.rows[1:], random.Random(seed)
-        self._memory: list[dict[int, tuple[int, ...]]] = [{} for _ in self._rows]  # what each unit holds
+        # what each unit holds
+        self._memory: list[dict[int, object]] = [{} for _ in self._rows] if client is None else client.units
         self._going: list[Served] = []
         self._num_made = 0
 
@@ -113,14 +123,14 @@ class RowStory:
         except BaseException:
             self.cache.release(request)
             raise
-        served = Served(request, len(match.block_ids), match.num_tokens, [{} for _ in self._rows])
+        served = Served(request, list(match.block_ids), match.num_tokens, [{} for _ in self._rows])
         self._note(served, match.tables)
         served.read_slot = match.tables[0].block_ids[0] if match.num_tokens else -1
         if self.cache.config.state_copy:
             served.slot = served.read_slot
         self._going.append(served)
         self._read(served)
-        self._allocate(served, -(-request.num_tokens // SIZE) - served.num_blocks)
+        self._allocate(served, -(-request.num_tokens // SIZE) - len(served.block_ids))
 
     def _allocate(self, served: Served, num_blocks: int) -> None:
         try:
@@ -133,7 +143,7 @@ class RowStory:
         self._got(served, new)
 
     def _got(self, served: Served, new: RowBlocks) -> None:
-        served.num_blocks += len(new.block_ids)
+        served.block_ids += new.block_ids
         self._note(served, new.tables)
         if new.tables and new.tables[0].block_ids:
             (served.slot,) = new.tables[0].block_ids
@@ -153,6 +163,8 @@ class RowStory:
         tokens = served.request.token_ids(0, num_tokens).tolist()
         for position in range(served.num_computed // SIZE, -(-num_tokens // SIZE)):
             content = tuple(tokens[: (position + 1) * SIZE])
+            if self._client is not None:
+                self._client.gpu[served.block_ids[position]] = content
             self._memory[1][served.tables[1][position]] = content
         self._memory[0][served.slot] = tuple(tokens)
         served.num_computed, served.read_slot = num_tokens, served.slot
@@ -208,4 +220,8 @@ class RowStory:
         for position in range(self._rows[1].first_block(num_tokens // SIZE), -(-num_tokens // SIZE)):
             end = (position + 1) * SIZE
             content = self._memory[1][served.tables[1][position]]
+            assert isinstance(content, tuple), f"{served.request!r} reads {content} in block {position}"
             assert content[:num_tokens] == tokens[:end], f"{served.request!r} reads another block {position}"
+        for position in range(num_tokens // SIZE if self._client is not None else 0):
+            content = self._client.gpu[served.block_ids[position]]  # type: ignore[union-attr]
+            assert content == tokens[: (position + 1) * SIZE], f"{served.request!r} reads other full KV"

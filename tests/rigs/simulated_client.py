@@ -9,15 +9,17 @@ from fastdeploy_cache.transfer_manager.client import OnResult, ProcessHealth, Ra
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVViews
 from fastdeploy_cache.transfer_manager.rank.layer_progress import LayerProgress
 from fastdeploy_cache.transfer_manager.rank.transfer_client import KVArrays, OnKVLost, ignore_kv_lost
-from fastdeploy_cache.transfer_manager.task import RankResult, TaskKind, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import LEFT_OUT, RankResult, TaskKind, TransferResult, TransferTask
 
 
 class SimulatedClient:
-    """`gpu[i]` and `cpu[i]` hold any marker for the content of a block; copies move markers."""
+    """`gpu[i]` and `cpu[i]` hold any marker for the content of a block, and `units[row][i]` for that of a unit; copies
+    move markers. Each page of an image holds what all of its units are, and which page it is."""
 
-    def __init__(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+    def __init__(self, num_gpu_blocks: int, num_cpu_blocks: int, num_rows: int = 0) -> None:
         self.gpu: list[object] = [None] * num_gpu_blocks
         self.cpu: list[object] = [None] * num_cpu_blocks
+        self.units: list[dict[int, object]] = [{} for _ in range(num_rows)]
         self.tasks: deque[TransferTask] = deque()
         self.up, self.is_off = True, False
         self.auto = False  # end each task at once
@@ -41,11 +43,29 @@ class SimulatedClient:
         task = self.tasks.popleft()
         if task.task_id in self.cancelled:
             error = "cancelled"
+        if task.units:
+            self._move_image(task, is_whole=error is None)
+            self._answer(task, error)
+            return
         sources = self.cpu if task.kind is TaskKind.SWAP_IN else self.gpu
         destinations = self.cpu if task.kind is TaskKind.SWAP_OUT else self.gpu
         for source, destination in zip(task.source_ids.tolist(), task.destination_ids.tolist(), strict=True):
             destinations[destination] = sources[source] if error is None else "garbage"
         self._answer(task, error)
+
+    def _move_image(self, task: TransferTask, *, is_whole: bool) -> None:
+        if task.kind is TaskKind.SWAP_OUT:
+            image = [[row.get(unit) for unit in ids.tolist()] for row, ids in zip(self.units, task.units, strict=True)]
+            for number, page in enumerate(task.destination_ids.tolist()):
+                self.cpu[page] = ("image", image, number) if is_whole else "garbage"
+            return
+        pages = [self.cpu[page] for page in task.source_ids.tolist()]
+        held = pages[0][1] if isinstance(pages[0], tuple) else None
+        is_whole = is_whole and pages == [("image", held, number) for number in range(len(pages))]
+        for number, (row, ids) in enumerate(zip(self.units, task.units, strict=True)):
+            for place, unit in enumerate(ids.tolist()):
+                if unit != LEFT_OUT:
+                    row[unit] = held[number][place] if is_whole and held is not None else "garbage"
 
     def land_all(self) -> None:
         while self.tasks:

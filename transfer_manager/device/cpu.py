@@ -144,7 +144,7 @@ class CpuDevice(Device):
         return num_bytes
 
     def move_image(self, kind: TaskKind, image: CheckpointImage, on_layer: Callable[[int], None]) -> ImageMove:
-        steps = self._map.steps(image)
+        steps = self._map.steps(kind, image)
         for step in steps:
             self._move(step.pieces, is_load=kind is TaskKind.SWAP_IN, crew=self._crews.get(kind.lane))
             on_layer(step.num_layers)

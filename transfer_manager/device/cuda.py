@@ -110,7 +110,7 @@ class CudaDevice:
             return len(source_ids) * self._copy_leading(source_ids, destination_ids, num_tokens, row)
 
     def move_image(self, kind: TaskKind, image: CheckpointImage, on_layer: Callable[[int], None]) -> ImageMove:
-        steps, event = self._map.steps(image), self._events[kind.lane][0]
+        steps, event = self._map.steps(kind, image), self._events[kind.lane][0]
         for step in steps:
             with self._quiet_at_failure(kind.lane):
                 for on_gpu, in_pages, num_bytes in self._addresses_of(step):

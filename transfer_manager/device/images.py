@@ -15,7 +15,7 @@ import numpy as np
 from fastdeploy_cache.errors import DeviceError, counted
 from fastdeploy_cache.ipc.codec import Int32Array
 from fastdeploy_cache.transfer_manager.kv.layout import Place, Places, RankLayout
-from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
+from fastdeploy_cache.transfer_manager.task import LEFT_OUT, TaskKind, TransferTask
 
 STEP_BYTES = 16 * 2**20  # what a lane moves of an image before it looks for another task
 _MOST_PLANS = 256
@@ -24,7 +24,8 @@ Offsets = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class CheckpointImage(NamedTuple):
-    """A checkpoint in both tiers: its units by row behind the full one, and its pages in their order."""
+    """A checkpoint in both tiers: its units by row behind the full one, and its pages in their order. A load leaves out
+    the units that are `LEFT_OUT`."""
 
     units: tuple[Int32Array, ...]
     pages: Int32Array
@@ -47,6 +48,10 @@ class UnitPieces(NamedTuple):
     def part(self, begin: int, end: int) -> UnitPieces:
         """The entries from one up to another."""
         return UnitPieces(*(column[begin:end] for column in self))
+
+    def only(self, which: np.ndarray[Any, np.dtype[np.bool_]]) -> UnitPieces:
+        """The entries for which this is true."""
+        return UnitPieces(*(column[which] for column in self))
 
     def shares(self, num_bytes: int) -> list[UnitPieces]:
         """The same in parts of about so many bytes or less, but for pieces that are larger."""
@@ -83,17 +88,18 @@ class ImageMap:
         self._plans: dict[tuple[int, ...], _Plan] = {}  # by how many units there are of each row
 
     def num_bytes(self, image: CheckpointImage) -> int:
-        """Bytes of an image."""
-        return sum(len(units) * size for units, size in zip(image.units, self._unit_bytes, strict=True))
+        """What is moved of an image."""
+        counts = [np.count_nonzero(units != LEFT_OUT) for units in image.units]
+        return int(sum(count * size for count, size in zip(counts, self._unit_bytes, strict=True)))
 
-    def steps(self, image: CheckpointImage) -> list[ImageStep]:
+    def steps(self, kind: TaskKind, image: CheckpointImage) -> list[ImageStep]:
         """How it is copied, in the model's order of layers, about `STEP_BYTES` at a time and never more.
 
         Raises:
             DeviceError: it has units of other rows than the layout, an id outside its pool or twice, or another number
-                of pages than its units fill.
+                of pages than its units fill; or it is stored, and one is left out.
         """
-        self._check(image)
+        self._check(image, may_leave_out=kind is TaskKind.SWAP_IN)
         counts = tuple(map(len, image.units))
         plan = self._plans.get(counts)
         if plan is None:
@@ -102,16 +108,17 @@ class ImageMap:
             plan = self._plans[counts] = _Plan.of(self._parts, counts, self._unit_bytes, self._page_bytes)
         return plan.steps(image, self._page_bytes, self._layout.num_layers)
 
-    def _check(self, image: CheckpointImage) -> None:
+    def _check(self, image: CheckpointImage, *, may_leave_out: bool) -> None:
         if len(image.units) != len(self._unit_bytes):
             told, num_rows = counted(len(image.units), "row"), len(self._unit_bytes)
             raise DeviceError(f"an image has units of {told}; the layout has {num_rows} behind the full one")
         for row, units in enumerate(image.units, 1):
-            check_units(self._layout, row, units)
+            check_units(self._layout, row, units[units != LEFT_OUT] if may_leave_out else units)
         _check_each(lambda: "CPU pages", image.pages, self._num_pages)
-        needed = -(-self.num_bytes(image) // self._page_bytes)
+        num_bytes = sum(len(units) * size for units, size in zip(image.units, self._unit_bytes, strict=True))
+        needed = -(-num_bytes // self._page_bytes)
         if len(image.pages) != needed:
-            told = f"an image of {self.num_bytes(image)} bytes has {counted(len(image.pages), 'page')}"
+            told = f"an image of {num_bytes} bytes has {counted(len(image.pages), 'page')}"
             raise DeviceError(f"{told}; it fills {needed}")
 
 
@@ -189,6 +196,9 @@ class _Plan(NamedTuple):
         in_memory = image.pages.astype(np.int64)[self.page_places] * page_bytes + self.in_pages
         pieces = UnitPieces(self.segments, on_device, in_memory, self.num_bytes)
         found = [ImageStep(behind, pieces.part(begin, end)) for begin, end, behind in self.parts]
+        if LEFT_OUT in units:
+            wanted = [units[self.unit_places[begin:end]] != LEFT_OUT for begin, end, _ in self.parts]
+            found = [each._replace(pieces=each.pieces.only(which)) for each, which in zip(found, wanted, strict=True)]
         found[-1] = found[-1]._replace(num_layers=num_layers)
         return found
 

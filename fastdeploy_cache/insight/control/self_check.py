@@ -6,6 +6,7 @@ from fastdeploy_cache.books.block_pool import REQUEST, TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.row_invariants import check_own_units, check_rows
 from fastdeploy_cache.callers.blocks import CallerBlocks
+from fastdeploy_cache.movement.cargo import CallersBlocks
 from fastdeploy_cache.movement.images import ImageLanding
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.movement.unit_copies import UnitCopy
@@ -24,7 +25,7 @@ def check_all(
         held = Held(
             requests=requests,
             transfers=list(movement.mover.in_flight.values()),
-            cpu_ids=stored.block_ids,
+            cpu_ids=[*stored.block_ids, *blocks.copies.kept_ids],
             gpu_ids=[*road.sends.held_ids, *road.receives.held_ids],
             pins=[*books.pinned, *stored.pins, *road.sends.pins, *road.receives.pins],
             ahead=blocks.copies.ahead,
@@ -42,4 +43,6 @@ def check_all(
             check_rows(books.tree, books.rows, [*kept, *of_tasks, *(each for of in rows for each in of.anchors)])
             landed = [copy.units for of in rows for copy in of.copies if copy.has_landed]
             check_own_units(books.rows, REQUEST, [*landed, *[of.own for of in rows]])
-            check_own_units(books.rows, TASK, [*used, *[cargo.units for cargo in moving if cargo.units]])
+            callers = [each.cargo.units for each in held.transfers if isinstance(each.cargo, CallersBlocks)]
+            filled = [units for units in (*used, *[cargo.units for cargo in moving], *callers) if units]
+            check_own_units(books.rows, TASK, filled)
