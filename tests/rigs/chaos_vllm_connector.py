@@ -170,7 +170,7 @@ class VLLMConnector(Driver):
             self._pool.free_blocks(reversed(found))
             return False
         prompt.table = [block.block_id for block in found] + new
-        self.half.allocated(request, prompt.table, num_external)
+        self.half.allocated(request, [prompt.table], num_external)
         del self._waiting[request.request_id]
         prompt.num_computed = request.num_computed_tokens = len(found) * self.kv.size
         if num_external:
@@ -215,7 +215,7 @@ class VLLMConnector(Driver):
         is_loading = self._loading.pop(request.request_id, None) is not None
         if is_whole or is_loading:
             prompt.engine = None
-            self.half.finish(request, prompt.table)
+            self.half.finish(request, [prompt.table])
         else:
             self._waiting[request.request_id] = request
         if is_loading:
@@ -226,16 +226,16 @@ class VLLMConnector(Driver):
 
     def reset(self) -> None:
         self._pool.reset_prefix_cache()
-        assert not self.half.storing.is_busy, "a reset waits for copies, which end by their deadline"
+        assert not self.half.kept.is_busy, "a reset waits for copies, which end by their deadline"
         self.half.reset()
         self._pool.known.clear()
 
     def rest(self) -> None:
         """Requests that wait are aborted; blocks that were kept for copies are free."""
         for request in self._waiting.values():
-            self.half.finish(request, [])
+            self.half.finish(request, [[]])
         self._waiting.clear()
-        while self.half.storing.is_busy or self._ended:
+        while self.half.kept.is_busy or self._ended:
             assert self.cache.wait_for_transfers(SECONDS)
             self._step()
         assert len(self._pool.free) == self.num_kept_blocks, "vLLM's blocks are left behind"
@@ -245,7 +245,7 @@ class VLLMConnector(Driver):
     def _step(self, *scheduled: Prompt) -> None:
         """The scheduler's plan, what each worker makes of it, and what the scheduler makes of that."""
         tables = {prompt.engine.request_id: prompt.table for prompt in scheduled}
-        plan = self.half.step({name: tables[name] for name in self.half.storable(tables)})
+        plan = self.half.step({name: [tables[name]] for name in self.half.storable(dict.fromkeys(tables, 0))})
         received, failed = set(self._loading if plan.loads else ()), set[int]()
         for worker in self._workers:
             worker.begin(plan)

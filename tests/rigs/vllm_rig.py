@@ -125,22 +125,37 @@ def expected_output(prompt: Sequence[int], num_tokens: int, tp_size: int) -> lis
     return tokens[len(prompt) :]
 
 
+class UniformModel:
+    """All layers keep everything. A token depends on all that is read, of all tokens in front."""
+
+    has_states = False
+    sampled = staticmethod(sampled)
+    expected_output = staticmethod(expected_output)
+    kv_cache_config = staticmethod(new_kv_cache_config)
+
+    @staticmethod
+    def caches(raw: torch.Tensor, num_blocks: int, layout: KVCacheLayout) -> dict[str, torch.Tensor]:
+        """vLLM's views of them, by layer."""
+        [tensor] = new_kv_cache_config(num_blocks, layout).kv_cache_tensors
+        return dict(zip(LAYERS, create_kv_cache_views(raw, SPEC, num_blocks, layout, tensor), strict=True))
+
+
 class RigWorker:
     """A rank of vLLM: its KV caches as vLLM lays them out, and vLLM's hooks around the connector."""
 
-    def __init__(self, vllm_config: VllmConfig, rank: int, num_blocks: int, layout: KVCacheLayout) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, rank: int, num_blocks: int, layout: KVCacheLayout, model: Any = UniformModel
+    ) -> None:
         config = copy.deepcopy(vllm_config)
         config.parallel_config.rank = rank
-        self.rank = rank
-        kv_cache_config = new_kv_cache_config(num_blocks, layout)
+        self.rank, self.model = rank, model
+        kv_cache_config = model.kv_cache_config(num_blocks, layout)
         self.connector: FastDeployCacheConnector = KVConnectorFactory.create_connector(
             config, KVConnectorRole.WORKER, kv_cache_config
         )
-        [tensor] = kv_cache_config.kv_cache_tensors
-        self.memory = KVMemory.create(self.connector.worker.layout, num_blocks)
+        self.memory = KVMemory.create(self.connector.worker.layout, num_blocks)  # at least as large as is needed
         raw = torch.from_numpy(self.memory.flat()[0].view(np.int8))
-        views = create_kv_cache_views(raw, SPEC, num_blocks, layout, tensor)
-        self.caches = dict(zip(LAYERS, views, strict=True))
+        self.caches = model.caches(raw, num_blocks, layout)
         self.connector.share_cpu_memory(self.memory)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.connector)
@@ -151,12 +166,15 @@ class RigWorker:
         cache = self.caches[LAYERS[layer]].view(torch.int16)
         return cache[table[position // BLOCK_SIZE], :, position % BLOCK_SIZE]
 
-    def forward(self, work: dict[str, tuple[list[int], list[int], int]]) -> dict[str, bytes]:
+    def forward(self, work: dict[str, tuple[list[int], list[list[int]], int]]) -> dict[str, bytes]:
         """Write what is new, layer by layer; returns all that each request has read."""
+        if self.model is not UniformModel:
+            found: dict[str, bytes] = self.model.forward(self.caches, self.rank, work)
+            return found
         read = dict.fromkeys(work, b"")
         for layer in range(NUM_LAYERS):
             self.connector.wait_for_layer_load(LAYERS[layer])
-            for request_id, (tokens, table, first) in work.items():
+            for request_id, (tokens, (table,), first) in work.items():
                 for position in range(first, len(tokens)):
                     self.slot(layer, table, position)[...] = token_kv(tokens[: position + 1], layer, self.rank)
                 kv = [self.slot(layer, table, position).numpy().tobytes() for position in range(len(tokens))]
@@ -175,27 +193,31 @@ class Rig:
         tp_size: int = 1,
         policy: str = "recompute",
         layout: KVCacheLayout = KVCacheLayout.LBNHC,
+        model: Any = UniformModel,
         **extra: Any,
     ) -> None:
+        self.model = model
         extra.setdefault("num_cpu_blocks", 64)
         extra["transfer"] = {"device": "cpu", "restart_backoff_seconds": 0.01} | extra.get("transfer", {})
         config = new_vllm_config(folder, tp_size, policy, **extra)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         config.cache_config.num_gpu_blocks = num_blocks
-        kv_cache_config = new_kv_cache_config(num_blocks)
+        if model.has_states:
+            config.cache_config.mamba_cache_mode = "align"
+        kv_cache_config = model.kv_cache_config(num_blocks, KVCacheLayout.LBNHC)
         self.scheduler = Scheduler(config, kv_cache_config, StructuredOutputManager(config), BLOCK_SIZE, log_stats=True)
         self.stats: list[SchedulerStats] = []  # what vLLM would log and export, step by step
         self.connector: FastDeployCacheConnector = self.scheduler.get_kv_connector()
         self.cache = self.connector.scheduler.cache
         self.workers: list[RigWorker] = []
         self._aggregator = KVOutputAggregator(tp_size)
-        self._tables: dict[str, list[int]] = {}
+        self._tables: dict[str, list[list[int]]] = {}
         self.num_computed_tokens = 0
         self.failed_blocks: list[set[int]] = []
         try:
             for rank in range(tp_size):
-                self.workers.append(RigWorker(config, rank, num_blocks, layout))
+                self.workers.append(RigWorker(config, rank, num_blocks, layout, model))
             found = {(0, worker.rank): travelled(worker.connector.get_handshake_metadata()) for worker in self.workers}
             self.connector.set_xfer_handshake_metadata_pp_aware(found)
         except BaseException:
@@ -258,7 +280,8 @@ class Rig:
             kv_output = worker.hooks.post_forward(output.finished_req_ids)
             ids = list(work)
             sampled_ids = [
-                [] if self._is_prefilling(request_id, output) else [sampled(read[request_id])] for request_id in ids
+                [] if self._is_prefilling(request_id, output) else [self.model.sampled(read[request_id])]
+                for request_id in ids
             ]
             index = {request_id: i for i, request_id in enumerate(ids)}
             results.append(ModelRunnerOutput(ids, index, sampled_ids, kv_connector_output=travelled(kv_output)))
@@ -272,14 +295,15 @@ class Rig:
 
     def _follow_tables(self, output: SchedulerOutput) -> None:
         for new in output.scheduled_new_reqs:
-            self._tables[new.req_id] = list(new.block_ids[0])
+            self._tables[new.req_id] = [list(ids) for ids in new.block_ids]
         old = output.scheduled_cached_reqs
         for request_id, block_ids in zip(old.req_ids, old.new_block_ids, strict=True):
             if request_id in old.resumed_req_ids:
-                self._tables[request_id] = []
-            self._tables[request_id] += block_ids[0] if block_ids is not None else []
+                self._tables[request_id] = [[] for _ in self._tables[request_id]]
+            for known, ids in zip(self._tables[request_id], block_ids or (), strict=False):
+                known.extend(ids)
 
-    def _work_of(self, request_id: str, num_tokens: int) -> tuple[list[int], list[int], int]:
+    def _work_of(self, request_id: str, num_tokens: int) -> tuple[list[int], list[list[int]], int]:
         """Tokens so far, the block table, the first token to compute. vLLM has counted this step already."""
         request = self.scheduler.requests[request_id]
         end = request.num_computed_tokens

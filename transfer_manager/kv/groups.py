@@ -7,6 +7,7 @@ state (Qwen3-Next, Nemotron-H), beside layers that keep everything.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -66,6 +67,7 @@ class KVGroup:
         value_head_dim: as in `layout`, where these layers have other heads.
         dtype: as in `layout`, where these layers have another one.
         parts: of a state alone, its arrays in one layer.
+        own_units: its units have ids of their own, as in vLLM. Else all groups of one kind and reach share theirs.
     """
 
     kind: GroupKind
@@ -76,6 +78,7 @@ class KVGroup:
     value_head_dim: int | None = None
     dtype: str | None = None
     parts: tuple[StatePart, ...] = ()
+    own_units: bool = False
 
     def own_fields(self) -> dict[str, int | str]:
         """What of attention it says by itself."""
@@ -85,7 +88,8 @@ class KVGroup:
 
 @dataclass(frozen=True)
 class Row:
-    """All groups of one kind and reach: they always hold the same positions. Immutable.
+    """All groups of one kind and reach: they always hold the same positions. Immutable. A group whose units have ids of
+    their own is a row by itself, with a `number` from 1 on.
 
     A *unit* is one block of a window or chunk row, or one state. The state at a boundary is held at the block before
     it.
@@ -94,9 +98,11 @@ class Row:
     kind: GroupKind
     reach_tokens: int
     block_size: int
+    number: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.reach_tokens}" if self.kind in _WITH_REACH else self.kind
+        name = f"{self.kind} {self.reach_tokens}" if self.kind in _WITH_REACH else self.kind
+        return f"{name} #{self.number}" if self.number else name
 
     def first_block(self, end: int) -> int:
         """The first block that a request reads of this row where it goes on behind `end` blocks; it reads from there
@@ -136,10 +142,19 @@ class Row:
         return self.num_request_units + (0 if self.kind == "state" else self.num_checkpoint_units)
 
 
+def row_of_each(groups: Sequence[KVGroup], block_size: int) -> list[Row]:
+    """The row of each group."""
+    rows, num_own = list[Row](), Counter[tuple[str, int]]()
+    for group in groups:
+        shape = group.kind, group.reach_tokens
+        num_own[shape] += group.own_units
+        rows.append(Row(*shape, block_size, num_own[shape] if group.own_units else 0))
+    return rows
+
+
 def rows_of(groups: Sequence[KVGroup], block_size: int) -> tuple[Row, ...]:
     """The full row, then the others in the order in which their first groups stand."""
-    rows = [Row("full", 0, block_size), *(Row(group.kind, group.reach_tokens, block_size) for group in groups)]
-    return tuple(dict.fromkeys(rows))
+    return tuple(dict.fromkeys([Row("full", 0, block_size), *row_of_each(groups, block_size)]))
 
 
 def check_groups(groups: Sequence[KVGroup], num_layers: int) -> None:
@@ -152,6 +167,11 @@ def check_groups(groups: Sequence[KVGroup], num_layers: int) -> None:
         if group.kind not in GROUP_KINDS:
             raise LayoutError(f"{where}.kind is {group.kind!r}; use one of {', '.join(GROUP_KINDS)}")
         _check_reach(group, where)
+        if group.own_units is not False and (group.own_units is not True or group.kind == "full"):
+            raise LayoutError(
+                f"{where}.own_units is {group.own_units!r} with kind {group.kind!r}; use true or false, and false with "
+                "'full', of which all groups have the same blocks"
+            )
         if not isinstance(group.layers, tuple | list) or not group.layers:
             raise LayoutError(f"{where}.layers is {group.layers!r}; give the numbers of its layers")
         for layer in group.layers:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fastdeploy_cache.errors import LayoutError
-from fastdeploy_cache.transfer_manager.kv.groups import KVGroup, Row, check_groups, rows_of
+from fastdeploy_cache.transfer_manager.kv.groups import KVGroup, Row, check_groups, row_of_each, rows_of
 from fastdeploy_cache.transfer_manager.kv.parts import PER_STORED, STORAGE_DTYPES, KVPart, check_aligned
 from fastdeploy_cache.transfer_manager.settings import check_integers, names_checked
 
@@ -155,14 +155,14 @@ class KVLayout:
 
     def _layers(self, tp_size: int, block_size: int, extra: RankLayer) -> tuple[RankLayer, ...]:
         rows, by_number = rows_of(self.groups, block_size), dict[int, RankLayer]()
-        for index, group in enumerate(self.groups):
+        for index, (group, row) in enumerate(zip(self.groups, row_of_each(self.groups, block_size), strict=True)):
             if group.kind == "state":
                 where = f"layout.groups[{index}].parts"
                 parts = tuple(part.for_rank(tp_size, f"{where}[{each}]") for each, part in enumerate(group.parts))
                 check_aligned(parts)
             else:
                 parts = self._of_group(group).for_rank(tp_size, block_size).parts
-            layer = RankLayer(parts, rows.index(Row(group.kind, group.reach_tokens, block_size)))
+            layer = RankLayer(parts, rows.index(row))
             by_number |= dict.fromkeys(group.layers, layer)
         return (*(by_number[number] for number in range(self.num_layers)), *(extra,) * self.num_extra_layers)
 

@@ -17,6 +17,7 @@ try:
         KVConnectorMetadata,
         KVConnectorRole,
         KVConnectorWorkerMetadata,
+        SupportsHMA,
     )
 except ImportError as error:
     raise ImportError(
@@ -39,6 +40,7 @@ from fastdeploy_cache.adapters.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -83,7 +85,7 @@ class StepDone(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return StepDone(min(self.number, other.number))
 
 
-class FastDeployCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class FastDeployCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One in vLLM's scheduler, one in each worker. Called by one thread at a time, as vLLM does."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -102,12 +104,17 @@ class FastDeployCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._number_done: int | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
-                settings.cache, settings.kv_format, is_layerwise=settings.layerwise_load, metrics=settings.metrics
+                settings.cache,
+                settings.kv_format,
+                is_layerwise=settings.layerwise_load,
+                groups=settings.groups,
+                metrics=settings.metrics,
             )
             self._storage_source = storage_source(settings.cache)
         else:
             parallel = vllm_config.parallel_config
-            self._worker = WorkerHalf(settings.cache, parallel.rank % parallel.tensor_parallel_size)
+            rank = parallel.rank % parallel.tensor_parallel_size
+            self._worker = WorkerHalf(settings.cache, rank, settings.layer_names)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -152,7 +159,7 @@ class FastDeployCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Starts the load."""
-        self.scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:  # noqa: ARG002
         """Which tiers the promised tokens come from; vLLM 0.32 and newer ask it behind `update_state_after_alloc`."""
@@ -160,13 +167,14 @@ class FastDeployCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Starts to store what has been computed; says what has been loaded."""
-        state = scheduler_output.kv_connector_block_state
+        state, num_tokens = scheduler_output.kv_connector_block_state, scheduler_output.num_scheduled_tokens
+        offers = getattr(state, "boundary_state_offloads", None) or {}
         tables = {}
-        for request_id in self.scheduler.storable(scheduler_output.num_scheduled_tokens):
+        for request_id in self.scheduler.storable(num_tokens, offers):
             block_ids = state.get_block_ids(request_id) if state is not None else None
             if block_ids is not None:
-                tables[request_id] = block_ids[0]
-        return StepMetadata(self.scheduler.step(tables))
+                tables[request_id] = block_ids
+        return StepMetadata(self.scheduler.step(tables, num_tokens, offers))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """A step has been computed, and what it could not load has been taken out."""
@@ -174,14 +182,16 @@ class FastDeployCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if isinstance(done, StepDone):
             self.scheduler.processed(done.number)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Stores the rest; blocks that are being copied are kept by a reference, so vLLM may free them at once."""
         self.scheduler.finish(request, block_ids)
         return False, None
 
     def has_pending_push_work(self) -> bool:
         """Copies are on their way: go on stepping, so that their blocks come free."""
-        return self._scheduler is not None and self._scheduler.storing.is_busy
+        return self._scheduler is not None and self._scheduler.kept.is_busy
 
     def reset_cache(self) -> bool | None:
         """Forget the CPU tier; what is in storage stays."""
@@ -236,7 +246,7 @@ class FastDeployCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         self.worker.begin(metadata.plan)
-        is_awaited = metadata.plan.loads or metadata.plan.failed_block_ids
+        is_awaited = metadata.plan.loads or metadata.plan.failed_block_ids or metadata.plan.failed
         self._number_done = metadata.plan.number if is_awaited else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -253,6 +263,12 @@ class FastDeployCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
         """Requests whose loads have ended; there is nothing to say of stores."""
         return None, self.worker.take_received() or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The same, and which of them have failed, of a model with several KV cache groups."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving.update(self.worker.take_failed_requests())
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that vLLM computes again, or fails on: its `kv_load_failure_policy`."""

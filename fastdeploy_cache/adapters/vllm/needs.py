@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
+from fastdeploy_cache.adapters.vllm.groups import kind_of
 from fastdeploy_cache.errors import ConfigError
 
-_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")  # by name: their subclasses give blocks away early, or add sinks
 _PARALLEL = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
 
 
@@ -76,18 +76,53 @@ def _of_model(config: Any) -> Iterator[Need]:
 
 def _of_kv_cache(config: Any) -> Iterator[Need]:
     groups = config.kv_cache_groups
-    one = "this connector serves one: start vLLM with --disable-hybrid-kv-cache-manager, if the model allows that"
-    yield Need(len(groups) == 1, f"the model has {len(groups)} KV cache groups", one)
-    spec = groups[0].kv_cache_spec
-    kind = type(spec).__name__
-    plain = "this connector serves full attention, and MLA untried: leave it out"
-    yield Need(kind in _SPECS, f"the KV cache is a {kind}", plain)
+    kinds, is_one = [kind_of(group.kv_cache_spec) for group in groups], len(groups) == 1
+    without = (
+        "leave it out" if is_one else "start vLLM with --disable-hybrid-kv-cache-manager, if the model allows that"
+    )
+    for number, group in enumerate(groups):
+        where = "the KV cache" if is_one else f"KV cache group {number}"
+        spec, kind = group.kv_cache_spec, kinds[number]
+        known = "full attention, and MLA untried" if is_one else "full attention, windows, chunks and aligned states"
+        is_known = kind == "full" or (kind is not None and not is_one)
+        yield Need(is_known, f"{where} is a {type(spec).__name__}", f"this connector serves {known}: {without}")
+        yield from _of_spec(spec, where, is_state=kind == "state")
+        if not is_one:
+            yield from _of_group(config, group, where)
+    num_full, many = kinds.count("full"), f"this connector serves one that keeps everything: {without}"
+    yield Need(num_full == 1, f"{num_full} of {len(groups)} KV cache groups keep everything", many)
+
+
+def _of_spec(spec: Any, where: str, *, is_state: bool) -> Iterator[Need]:
+    if is_state:
+        mode = getattr(spec, "mamba_cache_mode", None)
+        aligned = "states are cached where blocks end: give --mamba-cache-mode align"
+        yield Need(mode == "align", f"{where} keeps states with mamba_cache_mode {mode!r}", aligned)
+        return
     causal = "KV of a prompt then follows from the tokens behind it, too: leave the connector out"
-    yield Need(not getattr(spec, "non_causal", False), "the attention is not causal (non_causal=True)", causal)
+    yield Need(
+        not getattr(spec, "non_causal", False), f"the attention of {where} is not causal (non_causal=True)", causal
+    )
     dense = "this connector serves blocks without padding: try another block size, or leave it out"
     size = spec.page_size_bytes
     unpadded = getattr(spec, "unpadded_page_size_bytes", size)
-    yield Need(size == unpadded, f"a block of {size} bytes holds {unpadded} bytes of KV", dense)
+    yield Need(size == unpadded, f"a block of {size} bytes in {where} holds {unpadded} bytes of KV", dense)
     each = "this connector serves one state for each token: leave it out"
     num_tokens = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
-    yield Need(num_tokens == 1, f"a state of the KV cache is of {num_tokens} tokens", each)
+    yield Need(num_tokens == 1, f"a state of {where} is of {num_tokens} tokens", each)
+
+
+def _of_group(config: Any, group: Any, where: str) -> Iterator[Need]:
+    """What a group must be beside others."""
+    spec, size = group.kv_cache_spec, config.kv_cache_groups[0].kv_cache_spec.block_size
+    alike = "this connector serves groups of one block size: set --block-size, or leave the connector out"
+    yield Need(spec.block_size == size, f"{where} has blocks of {spec.block_size} tokens, and group 0 of {size}", alike)
+    unit = getattr(config, "hash_block_size", None) or size
+    below = "this connector serves hits of whole blocks: leave out what sets the hash's block size"
+    yield Need(unit == size, f"blocks are of {size} tokens, and hashes of {unit}", below)
+    drafts = "this connector cannot store the KV of draft layers: switch speculative decoding off"
+    yield Need(not getattr(group, "is_eagle_group", False), f"{where} has draft layers", drafts)
+    caches = getattr(group, "enable_kv_transfer", True) and getattr(spec, "prefix_cacheable", True)
+    yield Need(caches, f"vLLM itself caches no prefixes of {where}", "leave the connector out")
+    on_host = "this connector copies blocks of the device: leave the connector out"
+    yield Need(not getattr(group, "host_resident", False), f"{where} lies in the host's memory", on_host)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.match import Prefetch
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.adapters.vllm.checkpoint_storing import Claim
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,8 @@ class Sequence:
     is_storing: bool = False
     is_over: bool = False  # vLLM is done with it
     rest: list[Any] | None = None  # vLLM's blocks, kept until its store has ended: all that was computed, at its end
+    branch: int = 0  # of a model with several groups: blocks of full KV that were found, where no checkpoint lay
+    claims: list[Claim] = field(default_factory=list)  # of such a model: checkpoints to copy
 
     def follow(self) -> None:
         """Take up the output that vLLM has appended since."""
@@ -62,13 +67,15 @@ class Sequence:
         return ExternalHit(num_tokens - num_storage, num_storage)
 
 
-def kv_format_of(vllm_config: Any, spec: Any) -> str:
+def kv_format_of(vllm_config: Any, spec: Any, states: Iterable[Any] = ()) -> str:
     """What gives a block its bytes beside tokens and weights; a setting that is not used adds nothing to the name.
 
-    `spec` is of vLLM's only KV cache group. Functions among the overrides have another name in every process.
+    `spec` is of vLLM's KV cache group that keeps everything, and `states` are of those that keep states. Functions
+    among the overrides have another name in every process.
     """
     model = vllm_config.model_config
     given = {"hf_overrides": model.hf_overrides, "quantization": model.quantization}
+    given["states"] = [[list(map(list, each.shapes)), list(map(str, each.dtypes))] for each in states]
     used = {name: value for name, value in given.items() if value}
     named = f" {json.dumps(used, sort_keys=True, default=repr)}" if used else ""
     return f"vllm {vllm_config.cache_config.cache_dtype} {spec.dtype} {spec.kv_quant_mode.name}{named}"

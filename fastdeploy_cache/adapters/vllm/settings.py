@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
+from fastdeploy_cache.adapters.vllm.groups import GroupMap, layer_order, layout_of
 from fastdeploy_cache.adapters.vllm.metrics_address import MetricsAddress
 from fastdeploy_cache.adapters.vllm.needs import check_needs
 from fastdeploy_cache.adapters.vllm.sequences import kv_format_of
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError
-from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
-from fastdeploy_cache.transfer_manager.kv.parts import STORAGE_DTYPES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_OURS = ("block_size", "num_gpu_blocks", "gpu_memory_bytes", "layout")  # they follow from the model
+_OURS = ("block_size", "num_gpu_blocks", "gpu_memory_bytes", "num_gpu_units", "layout")  # they follow from the model
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,8 @@ class ConnectorSettings:
     cache: CacheConfig
     layerwise_load: bool
     kv_format: str
+    groups: GroupMap
+    layer_names: tuple[str, ...] = ()  # with several groups: in the order of the layout's layers
     metrics: MetricsAddress | None = None
 
 
@@ -48,10 +49,17 @@ def settings_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Conn
         ConfigError: a model or a parallelism that cannot be served, or an impossible setting.
     """
     check_needs(vllm_config, kv_cache_config)
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    groups = kv_cache_config.kv_cache_groups
+    map_ = GroupMap.of(groups)
+    spec = groups[map_.full].kv_cache_spec
     extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
     layerwise_load, path = is_layerwise(extra), extra.pop("config_path", None)
     extra.pop("layerwise_load", None)
+    if layerwise_load and map_.rows:
+        raise ConfigError(
+            f"layerwise_load is true, and the model has {len(groups)} KV cache groups: inside a step vLLM cannot be "
+            "told that a load of one has failed; leave it out"
+        )
     parallel = vllm_config.parallel_config
     metrics = MetricsAddress.take(extra, parallel.data_parallel_index)
     if taken := [name for name in _OURS if name in extra]:
@@ -69,23 +77,13 @@ def settings_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Conn
         path,
         block_size=spec.block_size,
         num_gpu_blocks=kv_cache_config.num_blocks,
-        layout=_layout_of(spec, len(kv_cache_config.kv_cache_groups[0].layer_names)),
+        num_gpu_units=(kv_cache_config.num_blocks,) * len(map_.rows),
+        layout=layout_of(groups),
         **extra,
     )
     if config.pool_sizes()[1] < 1:
         raise ConfigError("no CPU tier to load from; give num_cpu_blocks or cpu_memory_bytes")
-    return ConnectorSettings(config, layerwise_load, kv_format_of(vllm_config, spec), metrics)
-
-
-def _layout_of(spec: FullAttentionSpec, num_layers: int) -> KVLayout:
-    """A block of a layer is one piece of memory in vLLM, keys and values together: one part, one row for each token."""
-    dtype = str(spec.dtype).removeprefix("torch.")
-    item_bytes = spec.dtype.itemsize
-    if dtype not in STORAGE_DTYPES:
-        dtype, item_bytes = "uint8", 1
-    row_bytes, rest = divmod(spec.page_size_bytes, spec.block_size)
-    if rest or row_bytes % item_bytes:
-        raise ConfigError(f"a block of {spec.page_size_bytes} bytes has no whole rows for {spec.block_size} tokens")
-    return KVLayout(
-        num_layers=num_layers, num_kv_heads=1, head_dim=row_bytes // item_bytes, dtype=dtype, value_head_dim=0
-    )
+    states = [groups[number].kv_cache_spec for number in sorted(map_.states)]
+    names = layer_order(name for group in groups for name in group.layer_names) if map_.rows else ()
+    kv_format = kv_format_of(vllm_config, spec, states)
+    return ConnectorSettings(config, layerwise_load, kv_format, map_, tuple(names), metrics)

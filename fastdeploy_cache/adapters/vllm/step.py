@@ -23,6 +23,7 @@ class StepPlan:
         timeout_seconds: how long it waits at most.
         received: requests whose loads between steps have ended, well or not.
         failed_block_ids: GPU blocks that were promised and do not hold what they should.
+        failed: the same of a model with several groups, where an id is of a block in each: requests, of those received.
     """
 
     number: int
@@ -31,6 +32,7 @@ class StepPlan:
     timeout_seconds: float = 0.0
     received: frozenset[str] = frozenset()
     failed_block_ids: frozenset[int] = frozenset()
+    failed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

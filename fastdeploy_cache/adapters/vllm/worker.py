@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fastdeploy_cache.adapters.vllm.groups import layer_order
 from fastdeploy_cache.adapters.vllm.step import LayerwiseLoad, StepPlan, WorkerKV
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError, LayoutError
@@ -22,8 +22,9 @@ _DIMENSIONS = "HNC"  # of a layer's cache behind its blocks: head slots, tokens,
 class WorkerHalf:
     """One for each rank, in vLLM's worker process. One thread at a time, as vLLM calls it."""
 
-    def __init__(self, config: CacheConfig, rank: int) -> None:
-        self._config, self._rank = config, rank
+    def __init__(self, config: CacheConfig, rank: int, layer_names: Sequence[str] = ()) -> None:
+        """`layer_names`: of a model with several KV cache groups, in the order of the layout's layers."""
+        self._config, self._rank, self._layer_names = config, rank, tuple(layer_names)
         self._layer_of: dict[str, int] = {}
         self.kv: WorkerKV | None = None  # what the scheduler's half attaches; None before `register`
         self._spans: list[SharedSpan] = []
@@ -32,6 +33,7 @@ class WorkerHalf:
         self._waiting: list[LayerwiseLoad] = []
         self._deadline = 0.0
         self._failed: set[int] = set()
+        self._failed_requests: set[str] = set()
 
     # -- KV arrays
 
@@ -55,22 +57,26 @@ class WorkerHalf:
         """
         if self._config.transfer.device == "cpu" and not self._spans:
             self._spans = share_in_place(kv_caches.values())  # before their addresses are looked at: these change
-        part = self.layout.parts[0].name
-        places: list[dict[str, ArrayPlace]] = []
-        index_of: dict[int, int] = {}  # by address: layers may share one cache
-        orders = set()
-        for name in sorted(kv_caches, key=_by_depth):
+        layout, places = self.layout, list[dict[str, ArrayPlace]]()
+        index_of: dict[tuple[int, str], int] = {}  # layers of one group may share one cache
+        orders: dict[int, set[str]] = {}  # by row
+        for name in self._layer_names or layer_order(kv_caches):
+            if name not in kv_caches:
+                raise LayoutError(f"layer {name!r} has no KV cache here; there are {', '.join(sorted(kv_caches))}")
             cache = kv_caches[name]
-            address = cache.data_ptr()
-            if address not in index_of:
-                index_of[address] = len(places)
+            at = cache.data_ptr(), name if self._layer_names else ""
+            if at not in index_of:
+                number = index_of[at] = len(places)
                 place, order = _place_of(name, cache, self._config.pool_sizes()[0])
-                places.append({part: place})
-                orders.add(order)
-            self._layer_of[name] = index_of[address]
-        if len(orders) > 1:
-            raise LayoutError(f"layers lie in different orders: {sorted(orders)}; they must all be alike")
-        self.kv = WorkerKV(self._handle(places).to_bytes(), orders.pop() if orders else "")
+                known = min(number, layout.num_layers - 1)  # what is too much is refused with the whole
+                places.append({layout.parts_of(known)[0].name: place})
+                orders.setdefault(layout.row_of(known), set()).add(order)
+            self._layer_of[name] = index_of[at]
+        for found in orders.values():
+            if len(found) > 1:
+                raise LayoutError(f"layers lie in different orders: {sorted(found)}; they must all be alike")
+        order = " | ".join(each for _, found in sorted(orders.items()) for each in found)
+        self.kv = WorkerKV(self._handle(places).to_bytes(), order)
 
     def _handle(self, places: Sequence[Mapping[str, ArrayPlace]]) -> KVHandle:
         if self._config.transfer.device == "cuda":
@@ -87,6 +93,7 @@ class WorkerHalf:
         self._waiting = list(plan.loads)
         self._deadline = SYSTEM_CLOCK.now() + plan.timeout_seconds
         self._failed |= plan.failed_block_ids
+        self._failed_requests |= plan.failed
         if plan.loads and self._progress is None:
             self._progress = LayerProgress.open(plan.progress[self._rank])
 
@@ -126,10 +133,10 @@ class WorkerHalf:
         failed, self._failed = self._failed, set()
         return failed
 
-
-def _by_depth(name: str) -> tuple[list[int], str]:
-    """Layers in the order in which the model runs: loads fill the first first."""
-    return [int(number) for number in re.findall(r"\d+", name)], name
+    def take_failed_requests(self) -> set[str]:
+        """Requests whose loads have failed, of a model with several KV cache groups."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
 
 
 def _place_of(name: str, cache: Any, num_blocks: int) -> tuple[ArrayPlace, str]:

@@ -26,6 +26,16 @@ def _kv_cache(*specs: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
 
+def _grouped(*groups: Any, **changed: Any) -> Any:
+    """The same of groups, each a specification or one with what its group says beside it."""
+    made = [each if isinstance(each, tuple) else (each, {}) for each in groups]
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, **of) for spec, of in made], **changed)
+
+
+WINDOW = {"block_size": 16, "sliding_window": 64}
+STATE = {"block_size": 16, "mamba_cache_mode": "align"}
+
+
 def _config(**changed: Any) -> Any:
     """vLLM's configuration of a model that is served, with `table__name` changed."""
     tables: dict[str, dict[str, Any]] = {
@@ -108,21 +118,66 @@ def test_a_risc_v_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        ((), "0 KV cache groups"),
-        ((_spec(), _spec()), "2 KV cache groups.*--disable-hybrid-kv-cache-manager"),
+        ((), "0 of 0 KV cache groups keep everything"),
+        ((_spec("SlidingWindowSpec"),), "the KV cache is a SlidingWindowSpec; this connector serves full attention"),
         ((_spec("MambaSpec"),), "is a MambaSpec.*serves full attention, and MLA untried"),
         ((_spec("RSWASpec"),), "is a RSWASpec"),
         ((_spec("SinkFullAttentionSpec"),), "is a SinkFullAttentionSpec"),
         ((_spec(non_causal=True),), "not causal"),
-        ((_spec(page_size_bytes=576),), "a block of 576 bytes holds 512 bytes"),
+        ((_spec(page_size_bytes=576),), "a block of 576 bytes in the KV cache holds 512 bytes"),
         ((_spec("MLAAttentionSpec", tokens_per_state=4),), "of 4 tokens"),
     ],
 )
 def test_what_a_kv_cache_is_refused_for(specs: tuple[Any, ...], message: str) -> None:
-    """Several groups; kinds of attention whose blocks vLLM gives away early, or fills with more than a prompt's KV; KV
+    """Kinds of attention whose blocks vLLM gives away early, or fills with more than a prompt's KV; KV
     that follows from later tokens; blocks with holes."""
     with pytest.raises(ConfigError, match=message):
         check_needs(_config(), _kv_cache(*specs))
+
+
+@pytest.mark.parametrize("kind", ["SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec"])
+def test_groups_are_served(kind: str) -> None:
+    """One that keeps everything, beside windows, chunks and states of the same block size."""
+    full, window, state = _spec(block_size=16), _spec(kind, **WINDOW), _spec("MambaSpec", **STATE, tokens_per_state=-1)
+    check_needs(_config(), _grouped(window, window, full, hash_block_size=16))
+    check_needs(_config(), _grouped(state, (full, {"is_eagle_group": False, "enable_kv_transfer": True}), state))
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([_spec("RSWASpec", block_size=16)], "KV cache group 1 is a RSWASpec.*--disable-hybrid-kv-cache-manager"),
+        ([_spec(block_size=16)], "2 of 2 KV cache groups keep everything.*--disable-hybrid-kv-cache-manager"),
+        ([_spec("SlidingWindowSpec", block_size=32)], "KV cache group 1 has blocks of 32 tokens, and group 0 of 16"),
+        ([_spec("SlidingWindowSpec", **WINDOW, non_causal=True)], "the attention of KV cache group 1 is not causal"),
+        (
+            [_spec("MambaSpec", block_size=16, mamba_cache_mode="all")],
+            "group 1 keeps states.*'all'; .*--mamba-cache-mode",
+        ),
+        ([_spec("MambaSpec", block_size=16)], "keeps states with mamba_cache_mode None"),
+        ([(_spec("SlidingWindowSpec", **WINDOW), {"is_eagle_group": True})], "KV cache group 1 has draft layers"),
+        (
+            [(_spec("SlidingWindowSpec", **WINDOW), {"enable_kv_transfer": False})],
+            "caches no prefixes of KV cache group 1",
+        ),
+        ([_spec("SlidingWindowMLASpec", **WINDOW, prefix_cacheable=False)], "caches no prefixes of KV cache group 1"),
+        (
+            [(_spec("SlidingWindowSpec", **WINDOW), {"host_resident": True})],
+            "KV cache group 1 lies in the host's memory",
+        ),
+    ],
+)
+def test_what_a_group_is_refused_for(groups: list[Any], message: str) -> None:
+    """The group is named, with what was seen of it and the flag to give."""
+    with pytest.raises(ConfigError, match=message):
+        check_needs(_config(), _grouped(_spec(block_size=16), *groups))
+
+
+def test_hits_below_a_block_are_refused() -> None:
+    """vLLM would promise tokens up to the middle of a block, of which no state is stored."""
+    window = _spec("SlidingWindowSpec", **WINDOW)
+    with pytest.raises(ConfigError, match="blocks are of 16 tokens, and hashes of 4"):
+        check_needs(_config(), _grouped(_spec(block_size=16), window, hash_block_size=4))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,151 @@
+"""The vLLM connector under vLLM's own scheduler for models with several KV cache groups."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: see docs/adapters/vllm_connector.md")
+pytest.importorskip("torch", reason="needs vLLM with PyTorch")
+
+from fastdeploy_cache.errors import ConfigError
+from tests.rigs.process_ends import SECONDS, pids
+from tests.rigs.vllm_grouped_model import SIZE, GroupedModel
+from tests.rigs.vllm_rig import ABORTED, Rig
+
+pytestmark = pytest.mark.processes
+
+NewRig = Callable[..., Rig]
+MODELS = {
+    "windows": GroupedModel("window", "window", "full"),
+    "chunks": GroupedModel("chunk", "full"),
+    "states": GroupedModel("state", "full", "state"),
+    "all": GroupedModel("window", "state", "full", "chunk"),
+}
+PROMPT = [100 + i for i in range(9 * SIZE + 3)]
+
+
+def assert_served(rig: Rig, request: object, prompt: list[int]) -> None:
+    """The output is what a model without a cache says; the books of both sides are in order."""
+    expected = rig.model.expected_output(prompt, request.max_tokens, len(rig.workers))  # type: ignore[attr-defined]
+    assert list(request.output_token_ids) == expected  # type: ignore[attr-defined]
+    pool = rig.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "all but vLLM's null block are free again"
+    rig.cache.check_invariants()
+
+
+def push_out(rig: Rig) -> None:
+    """Fill vLLM's own blocks with other prompts; the CPU tier keeps what was in them."""
+    for other in range(6):
+        prompt = [500 + 7 * other + i for i in range(8 * SIZE)]
+        assert_served(rig, rig.serve(f"filler-{other}", prompt), prompt)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_comes_back_from_the_cpu_tier(new_rig: NewRig, name: str, tp_size: int) -> None:
+    """Full KV and checkpoint: computed, stored, given to others, matched again, loaded; the rest is computed."""
+    rig = new_rig(model=MODELS[name], tp_size=tp_size, num_blocks=60, num_cpu_blocks=200)
+    assert_served(rig, rig.serve("first", PROMPT), PROMPT)
+    assert rig.num_computed_tokens == len(PROMPT) + 1
+    push_out(rig)
+    assert_served(rig, rig.serve("again", PROMPT), PROMPT)
+    assert rig.num_computed_tokens == len(PROMPT) - 9 * SIZE + 1, "only the tail was computed"
+
+
+def test_the_output_of_a_request_comes_back_of_windows(new_rig: NewRig) -> None:
+    """The last boundary of all is stored at the request's end, though its window has slid past it by then."""
+    rig = new_rig(model=MODELS["windows"], num_blocks=60, num_cpu_blocks=200)
+    first = rig.serve("first", PROMPT, 40)
+    assert_served(rig, first, PROMPT)
+    push_out(rig)
+    longer = [*PROMPT, *first.output_token_ids, 7, 8, 9]
+    assert_served(rig, rig.serve("again", longer), longer)
+    assert rig.num_computed_tokens == len(longer) - (len(PROMPT) + 39) // SIZE * SIZE + 1
+
+
+@pytest.mark.parametrize("name", ["windows", "states"])
+def test_where_prompts_part(new_rig: NewRig, name: str) -> None:
+    """Of a shared document the second request computes all, and leaves a checkpoint where they part: the third hits."""
+    rig = new_rig(model=MODELS[name], num_blocks=60, num_cpu_blocks=200)
+    document = PROMPT[: 6 * SIZE]
+    for number, computed in enumerate((9 * SIZE + 1, 9 * SIZE + 1, 3 * SIZE + 1)):
+        prompt = [*document, *range(300 + 90 * number, 300 + 90 * number + 3 * SIZE)]
+        rig.scheduler.reset_prefix_cache()
+        assert_served(rig, rig.serve(f"part-{number}", prompt), prompt)
+        if name == "windows":
+            assert rig.num_computed_tokens == computed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_failed_load_is_computed_again(new_rig: NewRig, name: str) -> None:
+    """The rank dies under the load: vLLM hears that the request's load has failed, and computes all of it."""
+    rig = new_rig(model=MODELS[name], num_blocks=60, num_cpu_blocks=200, tp_size=2)
+    rig.serve("first", PROMPT)
+    push_out(rig)
+    stopped_rank = pids(rig.cache._movement.client)[1]
+    os.kill(stopped_rank, signal.SIGSTOP)
+    rig.num_computed_tokens = 0
+    request = rig.add("again", PROMPT)
+    rig.step()
+    os.kill(stopped_rank, signal.SIGKILL)
+    rig.run()
+    assert_served(rig, request, PROMPT)
+    assert rig.num_computed_tokens == len(PROMPT) + 1
+    assert rig.cache.ranks.wait_ready(SECONDS)
+    push_out(rig)
+    assert_served(rig, rig.serve("once more", PROMPT), PROMPT)
+
+
+def test_random_schedules(new_rig: NewRig) -> None:
+    """300 of them, over every kind of group: no block or state is read before it was written, whatever is computed at
+    once, aborted, preempted, forgotten, or late."""
+    num_hit = 0
+    for name, model in MODELS.items():
+        rig = new_rig(model=model, num_blocks=44, num_cpu_blocks=90)
+        for seed in range(75):
+            num_hit += play(rig, f"{name}-{seed}", random.Random(seed))
+        rig.close()
+    assert num_hit > 5000, num_hit
+
+
+def play(rig: Rig, name: str, choose: random.Random) -> int:
+    """One schedule; returns the tokens that came from the CPU tier."""
+    before = sum(rig.cache.metrics.token_counts()[1][1:])
+    texts = [[choose.randint(1, 900) for _ in range(160)] for _ in range(2)]
+    live: list[tuple[object, list[int]]] = []
+    for number in range(choose.randint(6, 14)):
+        text = choose.choice(texts)
+        cut = choose.randint(1, 110)
+        prompt = [*text[:cut], *([choose.randint(1, 900)] if choose.random() < 0.3 else [])]
+        live.append((rig.add(f"{name}-{number}", prompt, choose.randint(1, 40)), prompt))
+        for _ in range(choose.randint(0, 6)):
+            if rig.scheduler.has_requests():
+                rig.step()
+        what = choose.random()
+        if what < 0.15:
+            request, _ = live.pop(choose.randrange(len(live)))
+            rig.scheduler.finish_requests(request.request_id, ABORTED)  # type: ignore[attr-defined]
+        elif what < 0.2:
+            rig.connector.reset_cache()
+        elif what < 0.3:
+            late = pids(rig.cache._movement.client)[0]
+            os.kill(late, signal.SIGSTOP)
+            for _ in range(choose.randint(1, 5)):
+                if rig.scheduler.has_requests():
+                    rig.step()
+            os.kill(late, signal.SIGCONT)
+    rig.run()
+    for request, prompt in live:
+        assert_served(rig, request, prompt)
+    return sum(rig.cache.metrics.token_counts()[1][1:]) - before
+
+
+def test_layers_one_by_one_are_refused(new_rig: NewRig) -> None:
+    """Inside a step vLLM cannot be told that a load has failed."""
+    with pytest.raises(ConfigError, match="layerwise_load is true, and the model has 2 KV cache groups"):
+        new_rig(model=MODELS["chunks"], layerwise_load=True)
