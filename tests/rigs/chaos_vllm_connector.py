@@ -245,7 +245,8 @@ class VLLMConnector(Driver):
     def _step(self, *scheduled: Prompt) -> None:
         """The scheduler's plan, what each worker makes of it, and what the scheduler makes of that."""
         tables = {prompt.engine.request_id: prompt.table for prompt in scheduled}
-        plan = self.half.step({name: [tables[name]] for name in self.half.storable(dict.fromkeys(tables, 0))})
+        works = self.half.works(dict.fromkeys(tables, 0), {})
+        plan = self.half.step({name: (work, [tables[name]]) for name, work in works.items()})
         received, failed = set(self._loading if plan.loads else ()), set[int]()
         for worker in self._workers:
             worker.begin(plan)

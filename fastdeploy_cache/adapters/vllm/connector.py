@@ -169,12 +169,12 @@ class FastDeployCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         """Starts to store what has been computed; says what has been loaded."""
         state, num_tokens = scheduler_output.kv_connector_block_state, scheduler_output.num_scheduled_tokens
         offers = getattr(state, "boundary_state_offloads", None) or {}
-        tables = {}
-        for request_id in self.scheduler.storable(num_tokens, offers):
+        works = {}
+        for request_id, work in self.scheduler.works(num_tokens, offers).items():
             block_ids = state.get_block_ids(request_id) if state is not None else None
             if block_ids is not None:
-                tables[request_id] = block_ids
-        return StepMetadata(self.scheduler.step(tables, num_tokens, offers))
+                works[request_id] = work, block_ids
+        return StepMetadata(self.scheduler.step(works))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """A step has been computed, and what it could not load has been taken out."""

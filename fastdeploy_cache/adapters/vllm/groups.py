@@ -34,16 +34,11 @@ class GroupMap(NamedTuple):
 
     @classmethod
     def of(cls, groups: Sequence[Any]) -> GroupMap:
-        """Of vLLM's groups, of which one keeps everything."""
+        """The same of vLLM's groups, of which one keeps everything."""
         kinds = [kind_of(group.kv_cache_spec) for group in groups]
         others = [number for number, kind in enumerate(kinds) if kind != "full"]
         states = frozenset(number for number in others if kinds[number] == "state")
         return cls(kinds.index("full"), tuple(others), states)
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether not all layers keep everything."""
-        return bool(self.rows)
 
 
 def kind_of(spec: Any) -> GroupKind | None:

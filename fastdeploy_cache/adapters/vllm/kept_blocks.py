@@ -13,7 +13,7 @@ from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 
 
 @dataclass(eq=False)
-class Store:
+class KeptCopy:
     """One copy. vLLM's `blocks` are kept by a reference while they are read."""
 
     sequence: Sequence
@@ -26,7 +26,7 @@ class KeptBlocks:
 
     def __init__(self) -> None:
         self._block_pool: Any = None
-        self._stores: list[Store] = []
+        self._stores: list[KeptCopy] = []
 
     def bind(self, block_pool: Any) -> None:
         """vLLM's `BlockPool`, whose blocks are kept."""
@@ -50,13 +50,13 @@ class KeptBlocks:
     def begin(self, sequence: Sequence, transfer: CallerTransfer, blocks: list[Any]) -> None:
         """A copy has begun. A sequence has one on its way at a time."""
         sequence.is_storing = True
-        self._stores.append(Store(sequence, transfer, blocks))
+        self._stores.append(KeptCopy(sequence, transfer, blocks))
 
-    def pop_done(self) -> Iterator[Store]:
+    def pop_done(self) -> Iterator[KeptCopy]:
         """Those that have ended. Whoever asks gives their blocks back."""
         # asked once each: between two questions one may end, and would be in neither list
         stores, self._stores = self._stores, []
-        done = list[Store]()
+        done = list[KeptCopy]()
         for store in stores:
             (done if store.transfer.done else self._stores).append(store)
         for store in done:

@@ -8,17 +8,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
-from fastdeploy_cache.adapters.vllm.checkpoint_storing import CheckpointStoring, Offers
+from fastdeploy_cache.adapters.vllm.checkpoint_storing import CheckpointStoring
 from fastdeploy_cache.adapters.vllm.counters import Counters
 from fastdeploy_cache.adapters.vllm.groups import GroupMap, Tables
 from fastdeploy_cache.adapters.vllm.kept_blocks import KeptBlocks
+from fastdeploy_cache.adapters.vllm.loads import PromisedLoad, PromisedLoads
 from fastdeploy_cache.adapters.vllm.metrics_address import MetricsAddress
-from fastdeploy_cache.adapters.vllm.sequences import ExternalHit, Namer, Sequence
-from fastdeploy_cache.adapters.vllm.step import LayerwiseLoad, StepPlan, WorkerKV
+from fastdeploy_cache.adapters.vllm.sequences import ExternalHit, Namer, Sequence, StepWork
+from fastdeploy_cache.adapters.vllm.step import StepPlan, WorkerKV
 from fastdeploy_cache.adapters.vllm.storing import Storing
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.callers.transfers import CallerTransfer
@@ -30,26 +29,29 @@ from fastdeploy_cache.transfer_manager.task import LEFT_OUT
 
 logger = logging.getLogger(__name__)
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+Offers = ListOf[tuple[int, int, int]]  # of states: group, block, tokens
 ONE_GROUP = GroupMap(0, (), frozenset())
 _MARGIN_SECONDS = 5.0  # behind a task's deadline its rank is killed and reaped; that answers every wait
 
 
-@dataclass(eq=False)
-class _Load:
-    sequence: Sequence
-    transfer: CallerTransfer
-    block_ids: list[int]
-    missing_ids: list[int]  # promised, and not even begun; of a model with several groups, all or none
-    hit: ExternalHit
-    number: int | None = None  # of the step that computes on it, or that tells of its failure
-    is_judged: bool = False  # counted, and logged where it failed
+class Stores(Protocol):
+    """What copies computed blocks down, and keeps vLLM's blocks for that."""
 
-    @property
-    def failed_ids(self) -> list[int]:
-        """Blocks that do not hold what they should, as far as it has ended."""
-        has_failed = self.transfer.done and not self.transfer.succeeded
-        return self.missing_ids + self.block_ids if has_failed else self.missing_ids
+    def is_due(self, sequence: Sequence, num_computed_tokens: int, work: StepWork) -> bool:
+        """Whether `store` has something to do: so many tokens are computed, and the step goes on from there."""
+        ...
+
+    def store(self, sequence: Sequence, tables: Tables, num_computed_tokens: int, work: StepWork) -> None:
+        """Start copying, or note what the step is going to leave."""
+        ...
+
+    def finish(self, sequence: Sequence, tables: Tables, num_computed_tokens: int) -> None:
+        """vLLM is done with the request and frees its blocks after this call."""
+        ...
+
+    def end_done(self) -> None:
+        """Give back the blocks of copies that have ended."""
+        ...
 
 
 class SchedulerHalf:
@@ -75,15 +77,22 @@ class SchedulerHalf:
         blocks.allocate(num_blocks)
         for row in range(len(groups.rows)):
             blocks.units.allocate(row, num_blocks)
-        self._config, self._is_layerwise = config, is_layerwise
+        self._config = config
         self._fewest, self._most = config.load_limits()
         self._names, self._groups = Namer(kv_format), groups
-        self.kept = KeptBlocks()
-        self._storing = Storing(blocks, self.kept)
-        self._checkpoints = CheckpointStoring(blocks, self.kept, groups, config.block_size)
-        self._end_done = self._checkpoints.end_done if groups.rows else self._storing.end_done
+        self.kept, has_rows = KeptBlocks(), bool(groups.rows)
+        self._loads = PromisedLoads(
+            self._progress_handles,
+            self._longest_seconds,
+            self._count,
+            is_layerwise=is_layerwise,
+            has_rows=has_rows,
+        )
+        self._is_layerwise, size = is_layerwise, config.block_size
+        self._stores: Stores = Storing(blocks, self.kept, size, self._loads.uncertain_ids)
+        if has_rows:
+            self._stores = CheckpointStoring(blocks, self.kept, groups, size, caches_outputs=config.cache_outputs)
         self._sequences: dict[str, Sequence] = {}
-        self._loads: list[_Load] = []
         self.take_counts = Counters(self.cache.metrics).take
         self.close, self.reset = self.cache.close, self.cache.reset
         self._number = 0
@@ -118,7 +127,7 @@ class SchedulerHalf:
         reset = block_pool.reset_prefix_cache
 
         def reset_when_stored() -> bool:
-            self.kept.wait(self._longest_seconds, self._end_done)
+            self.kept.wait(self._longest_seconds, self._stores.end_done)
             return bool(reset())
 
         block_pool.reset_prefix_cache = reset_when_stored
@@ -150,12 +159,12 @@ class SchedulerHalf:
         return num_tokens, not self._is_layerwise
 
     def _most_blocks(self, num_tokens: int) -> int:
-        """As many blocks of a prompt may be promised. With several groups not the last of one that is whole: its last
-        token is computed anew, and a state or a window behind it would be of no use."""
+        """How many blocks of a prompt may be promised. With several groups it is not the last of one that is whole: its
+        last token is computed anew, and a state or a window behind it would be of no use."""
         return (num_tokens - bool(self._groups.rows)) // self._config.block_size
 
     def _usable(self, sequence: Sequence, pinned: PinnedPrefix) -> int:
-        """Of blocks that are pinned, those that a request can go on behind."""
+        """How many of the blocks that are pinned a request can go on behind."""
         if not self._groups.rows:
             return pinned.num_blocks
         boundary = pinned.num_checkpoint_blocks or 0
@@ -186,7 +195,7 @@ class SchedulerHalf:
             end = first - (-num_external_tokens // size)
             wanted = list(tables[self._groups.full][first:end])
             transfer, num_begun = self._load(sequence, tables, wanted, first)
-            self._loads.append(_Load(sequence, transfer, wanted[:num_begun], wanted[num_begun:], sequence.hit))
+            self._loads.begin(PromisedLoad(sequence, transfer, wanted[:num_begun], wanted[num_begun:], sequence.hit))
         else:
             self._count(sequence, sequence.hit)
         self._unpin(sequence)
@@ -210,83 +219,36 @@ class SchedulerHalf:
         sequence = self._sequences.get(request.request_id)
         return sequence.hit if sequence is not None else ExternalHit()
 
-    def step(
-        self,
-        tables: Mapping[str, Tables],
-        num_scheduled_tokens: Mapping[str, int] = NOTHING,
-        offers: Mapping[str, Offers] = NOTHING,
-    ) -> StepPlan:
-        """The next step. `tables`: the GPU blocks of `storable` requests, by group. `offers`: states that it leaves."""
+    def works(self, num_scheduled_tokens: Mapping[str, int], offers: Mapping[str, Offers]) -> dict[str, StepWork]:
+        """What the step that is being scheduled computes of the requests whose blocks `step` asks for. `offers`: of
+        states that it leaves."""
+        found: dict[str, StepWork] = {}
+        for request_id, num_tokens in num_scheduled_tokens.items():
+            sequence = self._sequences.get(request_id)
+            if sequence is not None:
+                before = sequence.request.num_computed_tokens
+                work = StepWork(before, before + num_tokens, offers.get(request_id, ()))
+                if self._stores.is_due(sequence, self._num_computed(sequence), work):
+                    found[request_id] = work
+        return found
+
+    def step(self, works: Mapping[str, tuple[StepWork, Tables]]) -> StepPlan:
+        """The next step: what of `works` is to be copied is begun. With each are the request's GPU blocks, by group."""
         self._number += 1
-        self._end_done()
-        for request_id, by_group in tables.items():
+        self._stores.end_done()
+        for request_id, (work, tables) in works.items():
             sequence = self._sequences[request_id]
-            if self._groups.rows:
-                self._store_checkpoints(
-                    sequence, by_group, num_scheduled_tokens[request_id], offers.get(request_id, ())
-                )
-            else:
-                ids = self._computed(sequence, by_group[self._groups.full])
-                self._storing.store(sequence, ids, sequence.num_offered)
-        return self._plan_layerwise() if self._is_layerwise else self._plan()
+            self._stores.store(sequence, tables, self._num_computed(sequence), work)
+        return self._loads.plan(self._number)
 
-    def _plan(self) -> StepPlan:
-        ended = [load for load in self._loads if load.number is None and load.transfer.done]
-        for load in ended:
-            load.number = self._number
-            self._judge(load, has_failed=bool(load.failed_ids))
-        # a failed one stays until vLLM knows: it takes these blocks for computed, and the request may end before
-        self._loads = [load for load in self._loads if load.number is None or load.failed_ids]
-        has_rows = bool(self._groups.rows)
-        failed = [] if has_rows else ended
-        return StepPlan(
-            self._number,
-            received=frozenset(load.sequence.request.request_id for load in ended),
-            failed_block_ids=frozenset(block_id for load in failed for block_id in load.failed_ids),
-            failed=frozenset(load.sequence.request.request_id for load in ended if load.failed_ids and has_rows),
-        )
-
-    def _plan_layerwise(self) -> StepPlan:
-        fresh = [load for load in self._loads if load.number is None]
-        for load in fresh:
-            load.number = self._number
-            if load.missing_ids:
-                self._judge(load, has_failed=True)
-        if not fresh:
-            return StepPlan(self._number)
-        return StepPlan(
-            self._number,
-            loads=tuple(LayerwiseLoad(load.transfer.task_ids, tuple(load.block_ids)) for load in fresh),
-            progress=tuple(self._progress_handle(rank) for rank in range(self._config.transfer.tp_size)),
-            timeout_seconds=self._longest_seconds,
-            failed_block_ids=frozenset(block_id for load in fresh for block_id in load.missing_ids),
-        )
-
-    def _progress_handle(self, rank: int) -> bytes:
-        progress = self.cache.ranks.layer_progress(rank)
-        assert progress is not None, "ranks are processes"
-        return progress.handle()
+    def _progress_handles(self) -> tuple[bytes, ...]:
+        found = [self.cache.ranks.layer_progress(rank) for rank in range(self._config.transfer.tp_size)]
+        assert all(found), "ranks are processes"
+        return tuple([progress.handle() for progress in found if progress is not None])
 
     def processed(self, number: int) -> None:
         """vLLM has taken in the results of this step, and made again good what failed to load."""
-        for load in self._loads:
-            if load.number is not None and load.number <= number:
-                # workers see the last layer before the manager hears of the task's end; until then its blocks are busy
-                load.transfer.wait(self._longest_seconds)
-                self._judge(load, has_failed=not load.transfer.succeeded)
-        self._loads = [load for load in self._loads if load.number is None or load.number > number]
-
-    def _judge(self, load: _Load, *, has_failed: bool) -> None:
-        """Once for each load: count what came, or say what did not."""
-        if load.is_judged:
-            return
-        load.is_judged = True
-        sequence = load.sequence
-        self._count(sequence, ExternalHit() if has_failed else load.hit)
-        if has_failed:
-            sequence.load_failed = True
-            num_blocks = len(load.block_ids) + len(load.missing_ids)
-            logger.warning("event=load_failed request_id=%s num_blocks=%d", sequence.request.request_id, num_blocks)
+        self._loads.processed(number)
 
     def _count(self, sequence: Sequence, hit: ExternalHit) -> None:
         if sequence.is_counted:
@@ -303,44 +265,6 @@ class SchedulerHalf:
 
     # -- storing
 
-    def storable(self, num_scheduled_tokens: Mapping[str, int], offers: Mapping[str, Offers] = NOTHING) -> list[str]:
-        """Those of the requests of a step that have full blocks which were computed and not offered yet; of a model
-        with several groups, that have or make checkpoints to store."""
-        size = self._config.block_size
-        sequences = [self._sequences[each] for each in num_scheduled_tokens if each in self._sequences]
-        if self._groups.rows:
-            return [
-                sequence.request.request_id
-                for sequence in sequences
-                if self._has_checkpoints(sequence, num_scheduled_tokens, offers)
-            ]
-        return [
-            sequence.request.request_id
-            for sequence in sequences
-            if not sequence.is_storing and self._num_computed(sequence) // size > sequence.num_offered
-        ]
-
-    def _has_checkpoints(
-        self, sequence: Sequence, num_scheduled_tokens: Mapping[str, int], offers: Mapping[str, Offers]
-    ) -> bool:
-        request = sequence.request
-        num_tokens, of = request.num_computed_tokens, offers.get(request.request_id, ())
-        is_due = bool(sequence.claims) and self._checkpoints.due(sequence, self._num_computed(sequence), num_tokens)
-        return is_due or bool(self._boundaries(sequence, num_scheduled_tokens[request.request_id], of))
-
-    def _boundaries(self, sequence: Sequence, num_tokens: int, offers: Offers) -> list[int]:
-        """Those that a step of so many tokens reaches, as far as what it computes is to be cached."""
-        before, most = sequence.request.num_computed_tokens, sequence.request.num_prompt_tokens
-        found = self._checkpoints.boundaries(sequence, before, before + num_tokens, offers)
-        caches_all = self._config.cache_outputs
-        return [each for each in found if caches_all or each * self._config.block_size <= most]
-
-    def _store_checkpoints(self, sequence: Sequence, tables: Tables, num_tokens: int, offers: Offers) -> None:
-        """Copy what is due, and keep what this step is going to leave."""
-        self._checkpoints.start(sequence, tables[self._groups.full], self._num_computed(sequence))
-        for boundary in self._boundaries(sequence, num_tokens, offers):
-            self._checkpoints.claim(sequence, boundary, tables, offers)
-
     def finish(self, request: Any, tables: Tables) -> None:
         """vLLM is done with the request and frees its blocks after this call."""
         sequence = self._sequences.pop(request.request_id, None)
@@ -349,11 +273,7 @@ class SchedulerHalf:
         self._unpin(sequence)
         if self._config.storage is not None:
             self.cache.end_prefetch(sequence.tokens)
-        table = tables[self._groups.full] if tables else ()
-        if self._groups.rows:
-            self._checkpoints.finish(sequence, table, self._num_computed(sequence))
-        else:
-            self._storing.store_last(sequence, self._computed(sequence, table))
+        self._stores.finish(sequence, tables, self._num_computed(sequence))
 
     def _num_computed(self, sequence: Sequence) -> int:
         """Tokens whose KV is complete: steps that still run do not count.
@@ -367,17 +287,6 @@ class SchedulerHalf:
         if num_tokens <= sequence.num_admitted_tokens:
             return 0
         return int(num_tokens if self._config.cache_outputs else min(num_tokens, request.num_prompt_tokens))
-
-    def _computed(self, sequence: Sequence, block_ids: ListOf[int]) -> list[int]:
-        """The full blocks of these that are computed, up to the first that a load may still be writing.
-
-        vLLM lets a request share, within a step, blocks that another one loads in it. Should that load fail, they would
-        be stored as they are.
-        """
-        uncertain = {block_id for load in self._loads for block_id in (*load.block_ids, *load.missing_ids)}
-        ids = list(block_ids[: self._num_computed(sequence) // self._config.block_size])
-        bad = next((i for i, block_id in enumerate(ids) if block_id in uncertain), len(ids))
-        return ids[:bad]
 
     # -- requests
 

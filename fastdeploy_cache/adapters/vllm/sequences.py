@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.match import Prefetch
-
-if TYPE_CHECKING:
-    from fastdeploy_cache.adapters.vllm.checkpoint_storing import Claim
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +23,25 @@ class ExternalHit:
 
     num_cpu_tokens: int = 0
     num_storage_tokens: int = 0
+
+
+@dataclass(eq=False)
+class PendingCheckpoint:
+    """A checkpoint behind `boundary` blocks that is to be copied. vLLM's `kept` blocks are its units, by row."""
+
+    boundary: int
+    units: list[list[int]]
+    kept: list[Any]
+    is_newest: bool  # of its request's output: it waits for the request's end, or for one that is newer
+
+
+class StepWork(NamedTuple):
+    """What a step computes of one request: from so many tokens up to so many, with those that still run. `offers`: the
+    states that it leaves, by group, block and tokens."""
+
+    num_before: int
+    num_after: int
+    offers: ListOf[tuple[int, int, int]] = ()
 
 
 @dataclass(eq=False)
@@ -48,7 +65,7 @@ class Sequence:
     is_over: bool = False  # vLLM is done with it
     rest: list[Any] | None = None  # vLLM's blocks, kept until its store has ended: all that was computed, at its end
     branch: int = 0  # of a model with several groups: blocks of full KV that were found, where no checkpoint lay
-    claims: list[Claim] = field(default_factory=list)  # of such a model: checkpoints to copy
+    pending: list[PendingCheckpoint] = field(default_factory=list)  # of such a model
 
     def follow(self) -> None:
         """Take up the output that vLLM has appended since."""
