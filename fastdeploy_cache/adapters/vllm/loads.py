@@ -44,8 +44,9 @@ class PromisedLoads:
         is_layerwise: bool,
         has_rows: bool,
     ) -> None:
-        """`progress_handles`: by rank, to watch a load by. `longest_seconds`: how long one can take. `count`: what a request was served with. `has_rows`: the model has
-        several KV cache groups, where an id is of a block in each: a load fails by request."""
+        """`progress_handles`: by rank, to watch a load by. `longest_seconds`: how long one can take. `count`: what a
+        request was served with. `has_rows`: the model has several KV cache groups, where an id is of a block in each: a
+        load fails by request."""
         self._progress_handles, self._longest_seconds = progress_handles, longest_seconds
         self._count, self._has_rows = count, has_rows
         self.plan = self._plan_layerwise if is_layerwise else self._plan_between
