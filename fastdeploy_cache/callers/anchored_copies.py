@@ -251,26 +251,27 @@ class AnchoredCopies:
                 num_joined = insert_copies(tree, namespace, keys, first, landing.blocks, stored=False)
             path, num_found = tree.find(namespace, keys, landing.boundary)
             if num_found == landing.boundary:
-                self._anchor(path, landing)
-                if num_joined:
+                checkpoint = self._anchor(path, landing)
+                if num_joined:  # first: storage is offered full KV before its checkpoint
                     self._books.note(Copied(Pin(path[-1], path[-1].cpu_end), num_blocks=num_joined))
+                if checkpoint is not None and ImageCopied in self._books.listeners:
+                    self._books.note(ImageCopied(checkpoint=checkpoint))
         except MemoryError:
             self._books.mishaps.note("landing")
         if path and tree.residency.trim is not None:
             tree.residency.trim(path[-1], Loss.TRIMMED)
 
-    def _anchor(self, path: list[Run], landing: AnchoredLanding) -> None:
+    def _anchor(self, path: list[Run], landing: AnchoredLanding) -> Checkpoint | None:
+        """The checkpoint of these pages; None: another one has made it meanwhile."""
         run, end = self._tree.place(path, landing.boundary)
         assert run is not None
         checkpoint = self._checkpoints.restore(run, end, landing.boundary, landing.pages)
-        if checkpoint is None:  # another one has made it meanwhile
-            return
-        try:
-            self._rows.limit_path(checkpoint, self._most_inner)
-        finally:
-            self._checkpoints.unpin(checkpoint)
-        if ImageCopied in self._books.listeners:
-            self._books.note(ImageCopied(checkpoint=checkpoint))
+        if checkpoint is not None:
+            try:
+                self._rows.limit_path(checkpoint, self._most_inner)
+            finally:
+                self._checkpoints.unpin(checkpoint)
+        return checkpoint
 
 
 def free_left(pool: BlockPool, ids: Iterable[int]) -> None:

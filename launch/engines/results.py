@@ -14,6 +14,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int
     seconds: float = 0.0  # to the first token, where the engine is asked step by step; else of the whole; 0: unknown
     num_preemptions: int = 0
+    logprobs: tuple[float, ...] = ()  # of each token, where they were asked for
 
 
 class Passed(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +37,7 @@ class StageResult(msgspec.Struct, frozen=True, kw_only=True):
     num_kills: int = 0
     refused: str = ""
     is_prefill_chunked: bool = True  # by the engine's effective configuration
+    cpu_bytes: int = 0  # of the CPU tier of one rank, in use at the end
 
 
 def answers(passes: Sequence[Passed]) -> list[tuple[int, ...]]:

@@ -15,6 +15,7 @@ from fastdeploy_cache.launch.engines.report import Line, line_of
 from fastdeploy_cache.launch.engines.results import Passed, StageResult, answers, result_of, to_json
 from fastdeploy_cache.launch.engines.stages import run_stage
 from fastdeploy_cache.launch.engines.vllm_cases import http_cases, run_cases
+from fastdeploy_cache.launch.engines.vllm_hybrid import hybrid_cases
 from fastdeploy_cache.launch.engines.vllm_plan import StagePlan, pass_over
 from fastdeploy_cache.launch.engines.vllm_server import serve_passes
 from fastdeploy_cache.transfer_manager.storage.admin import open_admin
@@ -88,6 +89,7 @@ def run_vllm_lane(json_file: Path | None = None, *, only_answers: bool = False, 
         record.add(_served(lane, _SHORT if only_answers else _LONG, num_rounds=1 if only_answers else 2))
         record.findings += _findings(record.lines)
         record.add(run_cases(lane))
+        record.add(hybrid_cases(lane, only_answers=only_answers))
         record.add(http_cases(lane, str(model)))
         record.findings += [f"{case.name}: {case.failed}" for case in record.cases if case.failed]
     return not record.findings

@@ -60,7 +60,11 @@ class VLLMLoop:
 
         self._num_requests += 1
         sampling = SamplingParams(
-            temperature=0, max_tokens=self.plan.num_output_tokens, ignore_eos=True, detokenize=False
+            temperature=0,
+            max_tokens=self.plan.num_output_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=self.plan.num_logprobs or None,
         )
         inputs: dict[str, Any] = {"prompt_token_ids": list(prompt)}
         if visit.salt is not None:
@@ -113,6 +117,7 @@ class VLLMLoop:
             num_cached_tokens=live.output.num_cached_tokens or 0,
             seconds=live.first_token_seconds,
             num_preemptions=live.num_preemptions,
+            logprobs=tuple(max(each.logprob for each in of.values()) for of in live.output.outputs[0].logprobs or ()),
         )
 
 

@@ -62,6 +62,11 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     attention_backend: str = ""  # by its name in vLLM; "": vLLM's own choice for this processor
     tp_size: int = 1
+    num_logprobs: int = 0  # the best ones of each token, which are told with the answers; 0: none
+    max_num_batched_tokens: int | None = None  # of one step
+    mamba_cache_mode: str = ""  # "": vLLM's own choice
+    has_hybrid_manager: bool = True  # False: vLLM is told to keep all layers as if they kept everything
+    min_groups: int = 1  # KV cache groups that vLLM has to make of the model: else it shows nothing
     gpu_memory_utilization: float | None = None  # of a GPU; None: vLLM's own
     is_poisoned: bool = False  # before the last pass the bytes of the CPU tier are changed
     is_killed: bool = False  # the process kills itself behind its last answer

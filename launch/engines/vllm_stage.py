@@ -15,7 +15,7 @@ import numpy as np
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.launch.engines.progress import LIMITS
 from fastdeploy_cache.launch.engines.results import Passed, StageResult, to_json
-from fastdeploy_cache.launch.engines.vllm_loop import VLLMLoop, manager_of
+from fastdeploy_cache.launch.engines.vllm_loop import VLLMLoop, manager_of, scheduler_of
 from fastdeploy_cache.launch.engines.vllm_plan import CONNECTOR, ENVIRONMENT, Pass, StagePlan, plan_of
 
 _WAIT_SECONDS = LIMITS.hard_seconds  # who started this process ends it before, where it hangs
@@ -46,6 +46,11 @@ class Stage:
         started = time.monotonic()
         self._plan, self._engine = plan, _new_engine(plan)
         self._up_seconds = time.monotonic() - started
+        num_groups = len(scheduler_of(self._engine).kv_cache_config.kv_cache_groups)
+        if num_groups < plan.min_groups:
+            raise RuntimeError(
+                f"vLLM has made {num_groups} KV cache groups of this model; {plan.min_groups} are needed"
+            )
         if plan.schedules_ahead and self._engine.llm_engine.engine_core.engine_core.batch_queue is None:
             raise RuntimeError("vLLM does not schedule ahead, although this was forced: it has changed")
         self._has_manager = plan.connector == "fastdeploy"
@@ -102,7 +107,12 @@ class Stage:
 
     def _write(self) -> None:
         is_chunked = bool(self._engine.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill)
-        found = {"up_seconds": self._up_seconds, "num_kills": self._num_kills, "is_prefill_chunked": is_chunked}
+        found: dict[str, Any] = {"up_seconds": self._up_seconds, "num_kills": self._num_kills}
+        found["is_prefill_chunked"] = is_chunked
+        if self._has_manager:
+            manager = manager_of(self._engine)
+            tier = manager.stats().cpu
+            found["cpu_bytes"] = (tier.num_blocks - tier.num_free) * manager.config.block_bytes()
         _write(self._plan, passes=tuple(self._passed), **found)
 
 
@@ -129,6 +139,12 @@ def _new_engine(plan: StagePlan) -> Any:
         options["gpu_memory_utilization"] = plan.gpu_memory_utilization
     if plan.attention_backend:
         options["attention_backend"] = plan.attention_backend
+    if plan.max_num_batched_tokens is not None:
+        options["max_num_batched_tokens"] = plan.max_num_batched_tokens
+    if plan.mamba_cache_mode:
+        options["mamba_cache_mode"] = plan.mamba_cache_mode
+    if not plan.has_hybrid_manager:
+        options["disable_hybrid_kv_cache_manager"] = True
     if plan.adapters:
         options |= {"enable_lora": True, "max_loras": len(plan.adapters), "max_lora_rank": 8}
     return LLM(

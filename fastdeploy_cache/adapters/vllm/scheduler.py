@@ -176,7 +176,7 @@ class SchedulerHalf:
         if self._config.storage is None:
             return True
         if sequence.prefetch is None:
-            sequence.prefetch = self.cache.prefetch(sequence.tokens, with_last_token=True)
+            sequence.prefetch = self.cache.prefetch(sequence.tokens, with_last_token=not self._groups.rows)
         is_ready = sequence.prefetch.ready
         if is_ready:
             self.cache.end_prefetch(sequence.tokens)
