@@ -239,7 +239,7 @@ class _Engine:
 
     def step(self) -> list[Any]:
         names, self._names = self._names, []
-        output = SimpleNamespace(token_ids=[1])
+        output = SimpleNamespace(token_ids=[1], logprobs=None)
         return [SimpleNamespace(request_id=n, outputs=[output], finished=True, num_cached_tokens=0) for n in names]
 
 

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import zlib
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
@@ -194,9 +196,11 @@ class Rig:
         policy: str = "recompute",
         layout: KVCacheLayout = KVCacheLayout.LBNHC,
         model: Any = UniformModel,
+        is_ahead: bool = False,
         **extra: Any,
     ) -> None:
-        self.model = model
+        """`is_ahead`: a step is scheduled while the one before it has not been computed."""
+        self.model, self._is_ahead = model, is_ahead
         extra.setdefault("num_cpu_blocks", 64)
         extra["transfer"] = {"device": "cpu", "restart_backoff_seconds": 0.01} | extra.get("transfer", {})
         config = new_vllm_config(folder, tp_size, policy, **extra)
@@ -206,7 +210,11 @@ class Rig:
         if model.has_states:
             config.cache_config.mamba_cache_mode = "align"
         kv_cache_config = model.kv_cache_config(num_blocks, KVCacheLayout.LBNHC)
-        self.scheduler = Scheduler(config, kv_cache_config, StructuredOutputManager(config), BLOCK_SIZE, log_stats=True)
+        config.scheduler_config.async_scheduling = is_ahead
+        kind = AsyncScheduler if is_ahead else Scheduler
+        self.scheduler = kind(config, kv_cache_config, StructuredOutputManager(config), BLOCK_SIZE, log_stats=True)
+        self._scheduled: deque[SchedulerOutput] = deque()
+        self._requests: dict[str, Request] = {}
         self.stats: list[SchedulerStats] = []  # what vLLM would log and export, step by step
         self.connector: FastDeployCacheConnector = self.scheduler.get_kv_connector()
         self.cache = self.connector.scheduler.cache
@@ -242,13 +250,14 @@ class Rig:
             block_hasher=self._hasher,
             **names,
         )
+        self._requests[request_id] = request
         self.scheduler.add_request(request)
         return request
 
     def run(self) -> None:
         """Step until nothing is left to do, not even for the connector."""
         for _ in range(MAX_STEPS):
-            if not self.scheduler.has_requests():
+            if not self.scheduler.has_requests() and not self._scheduled:
                 return
             self.step()
         raise AssertionError("vLLM's scheduler does not come to an end")
@@ -261,13 +270,18 @@ class Rig:
         return request
 
     def step(self) -> None:
-        self.execute(self.scheduler.schedule())
+        """One step is computed; of those that are scheduled ahead, the first."""
+        if self.scheduler.has_requests():
+            self._scheduled.append(self.scheduler.schedule())
+            if self._is_ahead and len(self._scheduled) < 2:
+                return
+        self.execute(self._scheduled.popleft())
 
     def execute(self, output: SchedulerOutput) -> None:
         """The workers' part of a step, and what vLLM makes of it."""
         self._follow_tables(output)
         self.num_computed_tokens += output.total_num_scheduled_tokens
-        work = {request_id: self._work_of(request_id, num) for request_id, num in output.num_scheduled_tokens.items()}
+        work = self._work_of(output)
         metadata = output.kv_connector_metadata
         read: dict[str, bytes] = dict.fromkeys(work, b"")
         results = []
@@ -280,8 +294,8 @@ class Rig:
             kv_output = worker.hooks.post_forward(output.finished_req_ids)
             ids = list(work)
             sampled_ids = [
-                [] if self._is_prefilling(request_id, output) else [self.model.sampled(read[request_id])]
-                for request_id in ids
+                [] if len(tokens) < self._requests[request_id].num_tokens else [self.model.sampled(read[request_id])]
+                for request_id, (tokens, _, _) in work.items()
             ]
             index = {request_id: i for i, request_id in enumerate(ids)}
             results.append(ModelRunnerOutput(ids, index, sampled_ids, kv_connector_output=travelled(kv_output)))
@@ -303,15 +317,15 @@ class Rig:
             for known, ids in zip(self._tables[request_id], block_ids or (), strict=False):
                 known.extend(ids)
 
-    def _work_of(self, request_id: str, num_tokens: int) -> tuple[list[int], list[list[int]], int]:
-        """Tokens so far, the block table, the first token to compute. vLLM has counted this step already."""
-        request = self.scheduler.requests[request_id]
-        end = request.num_computed_tokens
-        return request.all_token_ids[:end], self._tables[request_id], end - num_tokens
-
-    def _is_prefilling(self, request_id: str, output: SchedulerOutput) -> bool:
-        request = self.scheduler.requests[request_id]
-        return bool(request.num_computed_tokens < request.num_tokens)
+    def _work_of(self, output: SchedulerOutput) -> dict[str, tuple[list[int], list[list[int]], int]]:
+        """Of each request its tokens up to the end of the step, its block tables, and the first token to compute."""
+        old, firsts = output.scheduled_cached_reqs, dict[str, int]()
+        firsts.update((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs)
+        firsts.update(zip(old.req_ids, old.num_computed_tokens, strict=True))
+        return {
+            name: (self._requests[name].all_token_ids[: firsts[name] + num_tokens], self._tables[name], firsts[name])
+            for name, num_tokens in output.num_scheduled_tokens.items()
+        }
 
 
 def travelled(message: Any) -> Any:

@@ -45,11 +45,11 @@ def push_out(rig: Rig) -> None:
         assert_served(rig, rig.serve(f"filler-{other}", prompt), prompt)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize(("tp_size", "is_ahead"), [(1, False), (2, False), (1, True)])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_prompt_comes_back_from_the_cpu_tier(new_rig: NewRig, name: str, tp_size: int) -> None:
+def test_a_prompt_comes_back_from_the_cpu_tier(new_rig: NewRig, name: str, tp_size: int, is_ahead: bool) -> None:
     """Full KV and checkpoint: computed, stored, given to others, matched again, loaded; the rest is computed."""
-    rig = new_rig(model=MODELS[name], tp_size=tp_size, num_blocks=60, num_cpu_blocks=200)
+    rig = new_rig(model=MODELS[name], tp_size=tp_size, num_blocks=60, num_cpu_blocks=200, is_ahead=is_ahead)
     assert_served(rig, rig.serve("first", PROMPT), PROMPT)
     assert rig.num_computed_tokens == len(PROMPT) + 1
     push_out(rig)
@@ -101,15 +101,40 @@ def test_a_failed_load_is_computed_again(new_rig: NewRig, name: str) -> None:
     assert_served(rig, rig.serve("once more", PROMPT), PROMPT)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_copied_late_is_kept_until_then(new_rig: NewRig, name: str) -> None:
+    """The rank stands still while the request goes on, slides over its windows and ends, and all free blocks are used
+    again by others, which are too short to be stored: what comes back is what was there."""
+    rig = new_rig(model=MODELS[name], num_blocks=70, num_cpu_blocks=200)
+    late = pids(rig.cache._movement.client)[0]
+    os.kill(late, signal.SIGSTOP)
+    first = rig.add("first", PROMPT, 60)
+    others = [[500 + other] * (SIZE - 6) for other in range(60)]
+    for request, prompt in [(first, PROMPT), *((None, each) for each in others)]:
+        served = request or rig.add(f"other-{prompt[0]}", prompt)
+        while not served.is_finished():
+            rig.step()
+        assert list(served.output_token_ids) == rig.model.expected_output(prompt, served.max_tokens, 1)
+    os.kill(late, signal.SIGCONT)
+    rig.run()
+    rig.scheduler.reset_prefix_cache()
+    assert_served(rig, rig.serve("again", PROMPT, 20), PROMPT)
+    assert rig.num_computed_tokens == len(PROMPT) - 9 * SIZE + 19, "nothing was found"
+    longer = [*PROMPT, *first.output_token_ids]
+    rig.scheduler.reset_prefix_cache()
+    assert_served(rig, rig.serve("longer", longer, 20), longer)
+
+
 def test_random_schedules(new_rig: NewRig) -> None:
-    """300 of them, over every kind of group: no block or state is read before it was written, whatever is computed at
-    once, aborted, preempted, forgotten, or late."""
+    """320 of them, over every kind of group, half of them with steps scheduled ahead: no block or state is read before
+    it was written, whatever is computed at once, aborted, preempted, forgotten, or late."""
     num_hit = 0
     for name, model in MODELS.items():
-        rig = new_rig(model=model, num_blocks=44, num_cpu_blocks=90)
-        for seed in range(75):
-            num_hit += play(rig, f"{name}-{seed}", random.Random(seed))
-        rig.close()
+        for is_ahead in (False, True):
+            rig = new_rig(model=model, num_blocks=44, num_cpu_blocks=90, is_ahead=is_ahead)
+            for seed in range(40):
+                num_hit += play(rig, f"{name}-{seed}", random.Random(seed))
+            rig.close()
     assert num_hit > 5000, num_hit
 
 
