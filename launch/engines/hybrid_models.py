@@ -76,12 +76,10 @@ HYBRID_MODELS = tuple(_FAMILIES)
 
 def write_hybrid_model(folder: Path, family: str, *, seed: int = 1) -> None:
     """Write `config.json` and the weights of one of `HYBRID_MODELS`, in bfloat16 where vLLM has no other kernel."""
-    import torch
     import transformers
 
     name, own = _FAMILIES[family]
-    torch.manual_seed(seed)
+    transformers.set_seed(seed)
     config = getattr(transformers, f"{name}Config")(**_BASE, **own)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    dtype = torch.bfloat16 if family == "Qwen3-Next" else torch.float32
-    model.to(dtype).save_pretrained(folder)
+    dtype = "bfloat16" if family == "Qwen3-Next" else "float32"
+    transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)

@@ -20,7 +20,7 @@ from fastdeploy_cache.transfer_manager.device.cuda import CudaDevice, KernelUse
 from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda
 from fastdeploy_cache.transfer_manager.device.images import CheckpointImage
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
-from fastdeploy_cache.transfer_manager.task import TaskKind
+from fastdeploy_cache.transfer_manager.task import LEFT_OUT, TaskKind
 
 _QUICK = ("float16", "steps", "extra layers", "block first", "uneven")
 _noise = lru_cache(maxsize=4)(noise)
@@ -181,13 +181,15 @@ def _check_layout(layout: RankLayout, cuda: Cuda, use: KernelUse) -> str:
 
 
 def _check_images(layout: RankLayout, cuda: Cuda, use: KernelUse) -> str:
-    """Checkpoints of as many units of each row as one has, and of fewer; and copies within each row."""
+    """Checkpoints of as many units of each row as one has, and of fewer; loads that leave some out; and copies within
+    each row."""
     whole = [[5, 1, 2, 6][: row.num_checkpoint_units] for row in layout.rows[1:]]
     with _twins(layout, cuda, use) as twins:
         for number, units in enumerate((whole, [whole[0][:1], *([] for _ in whole[1:])], [[], *whole[1:]])):
             twins.fill(number)
             twins.move(TaskKind.SWAP_OUT, units)
             twins.move(TaskKind.SWAP_IN, [ids[::-1] for ids in units])
+            twins.move(TaskKind.SWAP_IN, [[LEFT_OUT, *ids[1:]] if ids else ids for ids in units])
         for row in range(1, len(layout.rows)):
             for num_tokens in (None, 2):
                 twins.copy_units(row, num_tokens)
