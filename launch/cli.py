@@ -80,13 +80,15 @@ def demo(
     new_tokens: Annotated[int, typer.Option(min=1, max=200, help="Tokens of each answer, at most.")] = 24,
     json: Annotated[Path | None, typer.Option(help="Also write the facts to this file.")] = None,
     log_dir: LogDir = None,
+    *,
     kill: Annotated[bool, typer.Option(help="Kill one rank in the middle.")] = True,
+    hybrid: Annotated[bool, typer.Option("--hybrid", help="A model with windows and states in some layers.")] = False,
 ) -> None:
     """Serve real conversations with the cache and without, and compare speed and answers."""
     check_installed()
     from fastdeploy_cache.launch.demo.command import demo as run
 
-    raise typer.Exit(0 if run(ranks, new_tokens, json, log_dir, kill) else 1)
+    raise typer.Exit(0 if run(ranks, new_tokens, json, log_dir, kill=kill, is_hybrid=hybrid) else 1)
 
 
 @app.command(epilog="Example: fastdeploy-cache serve --port 8000 --storage /ssd/kv --set num_cpu_blocks=4096")

@@ -17,6 +17,7 @@ from fastdeploy_cache.launch.demo.conversations import CONVERSATIONS
 from fastdeploy_cache.launch.demo.report import BLOCK_TOKENS, course_of, facts, next_steps, show
 from fastdeploy_cache.launch.demo.scenario import Played, play, play_again, prompt_of, warm_up
 from fastdeploy_cache.launch.findings import console_beside, progress_on, write_json
+from fastdeploy_cache.launch.reference_engine.hybrid_spec import hybrid_layout_of, weights_id_of, with_units
 from fastdeploy_cache.launch.reference_engine.serving import layout_of
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, load_model_files
@@ -28,8 +29,16 @@ _STORAGE_BYTES = 1536 * 2**20
 _MIN_PREFETCH_TOKENS = 32  # the prompts here are short
 
 
-def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: Path | None, kill: bool) -> bool:
-    """Run it and print what was found; whether all checks held."""
+def demo(
+    num_ranks: int,
+    max_new_tokens: int,
+    json_file: Path | None,
+    log_dir: Path | None,
+    *,
+    kill: bool,
+    is_hybrid: bool = False,
+) -> bool:
+    """Run it and print what was found; whether all checks held. `is_hybrid`: of the model of `hybrid_spec`."""
     console = console_beside(json_file, 80)
     if num_ranks not in (1, 3):
         raise LaunchError(f"--ranks is {num_ranks}; the model has 3 KV heads, so use 1 or 3")
@@ -37,9 +46,9 @@ def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: P
     console.print("Loading SmolLM2-135M-Instruct (the first time its weights are converted, about 10 s) ...")
     files = load_model_files()
     num_gpu_blocks = _PROMPT_BLOCKS + max_new_tokens * _TURNS * 4 // BLOCK_TOKENS
-    console.print(_introduction(num_ranks, num_gpu_blocks))
+    console.print(_introduction(num_ranks, num_gpu_blocks, is_hybrid=is_hybrid))
     with tempfile.TemporaryDirectory(prefix="fastdeploy-cache-demo-") as folder:
-        config = _config(files, num_ranks, num_gpu_blocks, log_dir, folder)
+        config = _config(files, num_ranks, num_gpu_blocks, log_dir, folder, is_hybrid=is_hybrid)
         cached, again, plain = _run(console, files, config, max_new_tokens, num_ranks - 1 if kill else None)
     found = {"machine": machine, **facts(cached, again, plain)}
     found["conversation"] = course_of(CONVERSATIONS[0], cached, again, ChatTokenizer(files))
@@ -85,8 +94,12 @@ def _run(
         return cached, again, run("with the cache off ", plain_config, None)
 
 
-def _introduction(num_ranks: int, num_gpu_blocks: int) -> str:
-    return (
+def _introduction(num_ranks: int, num_gpu_blocks: int, *, is_hybrid: bool) -> str:
+    hybrid = (
+        "The model has windows in half of its layers, and states in three (--hybrid). The weights are SmolLM2's, which "
+        "nobody has trained for that.\n"
+    )
+    return (hybrid if is_hybrid else "") + (
         f"{len(CONVERSATIONS)} conversations of {len(CONVERSATIONS[0].turns)} turns. Ranks: {num_ranks}, as a model on "
         f"{counted(num_ranks, 'GPU')} has.\nHere one process computes for all ranks, and each rank's transfer process "
         f"moves its KV blocks.\nGPU pool: {num_gpu_blocks} blocks of {BLOCK_TOKENS} tokens (in "
@@ -94,13 +107,19 @@ def _introduction(num_ranks: int, num_gpu_blocks: int) -> str:
     )
 
 
-def _config(files: ModelFiles, num_ranks: int, num_gpu_blocks: int, log_dir: Path | None, folder: str) -> CacheConfig:
-    return CacheConfig(
-        layout=layout_of(files.spec),
+def _config(
+    files: ModelFiles, num_ranks: int, num_gpu_blocks: int, log_dir: Path | None, folder: str, *, is_hybrid: bool
+) -> CacheConfig:
+    layout = hybrid_layout_of(files.spec) if is_hybrid else layout_of(files.spec)
+    config = CacheConfig(
+        layout=layout,
         block_size=BLOCK_TOKENS,
         num_gpu_blocks=num_gpu_blocks,
         num_cpu_blocks=_NUM_CPU_BLOCKS,
         min_prefetch_tokens=_MIN_PREFETCH_TOKENS,
         transfer=TransferConfig(tp_size=num_ranks, log_dir=str(log_dir) if log_dir else None),
-        storage=StorageConfig(folder=folder, weights_id=files.digest, admission="all", capacity_bytes=_STORAGE_BYTES),
+        storage=StorageConfig(
+            folder=folder, weights_id=weights_id_of(files, layout), admission="all", capacity_bytes=_STORAGE_BYTES
+        ),
     )
+    return with_units(config, _TURNS) if is_hybrid else config

@@ -12,7 +12,9 @@ import numpy as np
 
 from fastdeploy_cache import Match, PrefixCacheManager
 from fastdeploy_cache.errors import CacheError, OutOfBlocksError
+from fastdeploy_cache.launch.reference_engine.block_tables import RequestUnits, new_tables
 from fastdeploy_cache.launch.reference_engine.generation import Generation
+from fastdeploy_cache.launch.reference_engine.hybrid_spec import STEP_TOKENS
 from fastdeploy_cache.launch.reference_engine.intake import Intake
 from fastdeploy_cache.launch.reference_engine.open_transfers import OpenTransfers
 from fastdeploy_cache.launch.reference_engine.overlap import LOAD_SECONDS, LoadOverlap
@@ -21,8 +23,6 @@ from fastdeploy_cache.launch.reference_engine.receiving import Receives
 from fastdeploy_cache.launch.reference_engine.sending import Sends
 from fastdeploy_cache.launch.reference_engine.waiting_line import WaitingLine
 
-# Tokens of one step: enough to use the matrix units, few enough that running answers do not stall behind a prompt.
-_STEP_TOKENS = 256
 _TRANSFER_WAIT_SECONDS = 1.0
 
 
@@ -76,7 +76,7 @@ class Engine:
     ) -> None:
         self.cache = cache
         self._model, self._settings, self._clock = model, settings, clock
-        self._line = WaitingLine()
+        self._line, self._tables = WaitingLine(), new_tables(cache)
         self.intake = Intake(cache, settings.context_length, self._line)
         self.overlap = LoadOverlap(cache, is_wanted=settings.overlap)
         self._running: list[Generation] = []  # oldest first
@@ -200,7 +200,8 @@ class Engine:
             num_matched = len(match.block_ids) + len(match.coming_block_ids)
             num_missing = self._num_blocks(generation.num_wanted_tokens) - num_matched
             generation.is_ahead = not match.ready
-            new = self.cache.allocate(request, num_missing, ahead_of_loads=generation.is_ahead)
+            first = self._tables.num_first_blocks(num_missing)
+            new = self._tables.allocate(generation, first, ahead_of_loads=generation.is_ahead)
             if generation.is_ahead:
                 self.overlap.follow(match)
                 match = match.poll()
@@ -220,7 +221,8 @@ class Engine:
             generation.finish("error", str(error))
             return True
         generation.note_admission(match)
-        generation.block_ids += new
+        self._tables.admitted(generation, match)
+        self._tables.add(generation, new)
         self._running.append(generation)
         if generation.is_prefilled:  # all was cached
             self._end_prefill(generation)
@@ -254,11 +256,13 @@ class Engine:
 
     def _plan(self) -> list[tuple[Generation, int]]:
         """Who computes how many tokens now: one for whoever is decoding, what is left of the budget for prompts."""
-        batch, budget = [], _STEP_TOKENS
+        batch, budget = [], STEP_TOKENS
         for generation in list(self._running):
             if generation not in self._running:  # preempted for an older one
                 continue
-            num_tokens = min(generation.num_wanted_tokens - generation.num_computed_tokens, max(budget, 1))
+            done = generation.num_computed_tokens
+            end = self._tables.end_of_piece(generation, min(generation.num_wanted_tokens, done + max(budget, 1)))
+            num_tokens = end - done
             if budget and self._has_room(generation, generation.num_computed_tokens + num_tokens):
                 batch.append((generation, num_tokens))
                 budget = max(0, budget - num_tokens)
@@ -268,7 +272,7 @@ class Engine:
         """Blocks for so many tokens, preempting the youngest where there are none."""
         while (missing := self._num_blocks(num_tokens) - len(generation.block_ids)) > 0:
             try:
-                generation.block_ids += self.cache.allocate(generation.request, missing)
+                self._tables.add(generation, self._tables.allocate(generation, missing))
             except OutOfBlocksError as shortage:
                 youngest = self._running[-1]
                 if len(self._running) == 1 and shortage.coming:
@@ -297,7 +301,7 @@ class Engine:
         for generation, num_tokens in batch:
             start = generation.num_computed_tokens
             tokens = generation.request.token_ids(start, start + num_tokens)
-            chunks.append(SequenceChunk(tokens, start, np.array(generation.block_ids, dtype=np.int32)))
+            chunks.append(_chunk_of(generation, tokens, start))
         arrived = {generation: True for generation, _ in batch if generation.is_ahead}
         wait, mark = self.overlap.layer_waiter(arrived), self._sends.begin_step(batch)
 
@@ -311,6 +315,7 @@ class Engine:
             if generation.is_ahead and not self._confirm(generation, arrived[generation]):
                 continue
             generation.num_computed_tokens += num_tokens
+            self._tables.computed(generation)
             is_sampled = generation.num_computed_tokens == generation.request.num_tokens and not generation.is_prefilled
             token_id = generation.sampling.choose(scores, len(generation.output)) if is_sampled else None
             computed.append((generation, token_id))
@@ -326,16 +331,16 @@ class Engine:
             else:
                 tokens = [] if token_id is None or self._is_last(generation, token_id) else [token_id]
                 steps.append((generation.request, tokens, generation.num_computed_tokens))
-        answers = iter(self.cache.step(steps))
+        answers = iter(self._tables.step(steps))
         for generation, token_id in computed:
-            answer = [] if generation.num_offered_tokens else next(answers)
+            answer = [] if generation.num_offered_tokens else next(answers)  # of the uniform model alone
             if isinstance(answer, OutOfBlocksError) and token_id is not None:  # the next plan makes room for its token
                 self.cache.commit(generation.request, generation.num_computed_tokens)
                 generation.request.append_output([token_id])
             elif isinstance(answer, BaseException):
                 raise answer
             else:
-                generation.block_ids += answer
+                self._tables.add(generation, answer)
             if generation.is_prefilled:
                 self._end_prefill(generation)
             elif token_id is not None:
@@ -389,3 +394,13 @@ class Engine:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.cache.config.block_size)
+
+
+def _chunk_of(generation: Generation, token_ids: np.ndarray[Any, np.dtype[np.int32]], start: int) -> SequenceChunk:
+    """The next tokens of one, with all that the model reads and writes of the cache."""
+    block_ids, rows = np.array(generation.block_ids, dtype=np.int32), generation.rows
+    if not isinstance(rows, RequestUnits):
+        return SequenceChunk(token_ids, start, block_ids)
+    assert rows.write_slot is not None
+    window = np.array(rows.window, dtype=np.int32)
+    return SequenceChunk(token_ids, start, block_ids, window, (rows.read_slot, rows.write_slot))

@@ -60,6 +60,7 @@ class Generation:
     match: Match | None = None  # while it waits for its loads, or runs ahead of them
     load_deadline: float = 0.0
     block_ids: list[int] = field(default_factory=list)
+    rows: object = None  # of a hybrid model: see `block_tables.RequestUnits`
     num_computed_tokens: int = 0
     is_ahead: bool = False  # it runs on blocks that have yet to be confirmed
     load_ids: tuple[int, ...] = ()  # of the loads that bring them

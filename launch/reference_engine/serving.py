@@ -14,6 +14,8 @@ from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, ModelSp
 
 logger = logging.getLogger(__name__)
 
+MAX_RUNNING = 4  # answers at a time
+
 
 def layout_of(spec: ModelSpec) -> KVLayout:
     """What the model keeps per token: float32, since Paddle computes attention on the CPU in nothing else."""
@@ -23,12 +25,13 @@ def layout_of(spec: ModelSpec) -> KVLayout:
 def cpu_shard(cache: PrefixCacheManager, rank: int) -> KVShard:
     """The rank's KV arrays, which the model reads and writes where they are."""
     layers = cache.ranks.kv_views(rank)
-    return KVShard([layer["key"] for layer in layers], [layer["value"] for layer in layers])
+    states = {number: layer["state"] for number, layer in enumerate(layers) if "state" in layer}
+    return KVShard([layer.get("key") for layer in layers], [layer.get("value") for layer in layers], states=states)
 
 
 @contextlib.contextmanager
 def running_engine(
-    files: ModelFiles, config: CacheConfig, max_running: int = 4, *, recompute_not_received: bool = True
+    files: ModelFiles, config: CacheConfig, max_running: int = MAX_RUNNING, *, recompute_not_received: bool = True
 ) -> Iterator[Engine]:
     """An engine that holds all ranks' shards in one process.
 
@@ -50,7 +53,8 @@ def running_engine(
             shards = [gpu_shard(cache, rank) for rank in range(config.transfer.tp_size)]
         else:
             shards = [cpu_shard(cache, rank) for rank in range(config.transfer.tp_size)]
-        model = Llama(files, shards, config.transfer.device_id(0) if on_gpu else None)
+        is_hybrid = config.layout is not None and bool(config.layout.groups)
+        model = Llama(files, shards, config.transfer.device_id(0) if on_gpu else None, is_hybrid=is_hybrid)
         engine = Engine(
             cache,
             model,
@@ -58,6 +62,7 @@ def running_engine(
                 eos_token_id=files.spec.eos_token_id,
                 context_length=files.spec.context_length,
                 max_running=max_running,
+                overlap=not is_hybrid,
                 recompute_not_received=recompute_not_received,
             ),
         )

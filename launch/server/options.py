@@ -20,6 +20,10 @@ class ServeOptions:
     """What an instance is made of."""
 
     config: Annotated[Path | None, typer.Option(help="TOML file; `config sample` prints one.")] = None
+    model: Annotated[
+        str,
+        typer.Option(help="smollm2; or hybrid: its weights, with windows and states in some layers."),
+    ] = "smollm2"
     ranks: Annotated[int | None, typer.Option(help="Short for --set transfer.tp_size=N: 1 or 3.")] = None
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as num_gpu_blocks=256.")
@@ -43,6 +47,8 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         """Raises `typer.BadParameter` for a word that is none of those known."""
+        if self.model not in ("smollm2", "hybrid"):
+            raise typer.BadParameter(f"--model {self.model}; use smollm2 or hybrid")
         if self.role not in ("mixed", "prefill", "decode"):
             raise typer.BadParameter(f"--role {self.role}; use mixed, prefill or decode")
         if self.on_receive_failure not in ("recompute", "fail"):

@@ -10,7 +10,8 @@ from typing import Any
 from fastdeploy_cache import CacheConfig, KVLayout
 from fastdeploy_cache.config.sources import NUMBER_LISTS, Sources, from_file
 from fastdeploy_cache.errors import ConfigError, LaunchError, counted
-from fastdeploy_cache.launch.reference_engine.serving import layout_of
+from fastdeploy_cache.launch.reference_engine.hybrid_spec import hybrid_layout_of, weights_id_of, with_units
+from fastdeploy_cache.launch.reference_engine.serving import MAX_RUNNING, layout_of
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
 from fastdeploy_cache.launch.server.api_requests import DEFAULT_NEW_TOKENS
 from fastdeploy_cache.launch.server.options import ServeOptions
@@ -32,14 +33,21 @@ def load_config(files: ModelFiles, options: ServeOptions) -> CacheConfig:
     given += [f"transfer.tp_size={options.ranks}"] if options.ranks is not None else []
     given += [f"transfer.log_dir={options.log_dir}"] if options.log_dir is not None else []
     given += device_settings(options.device, given)
+    is_hybrid = options.model == "hybrid"
+    layout = hybrid_layout_of(files.spec) if is_hybrid else layout_of(files.spec)
+    weights_id = weights_id_of(files, layout)
     if options.storage is not None:
-        given = [f"storage.folder={options.storage}", f"storage.weights_id={files.digest}", *given]
+        given = [f"storage.folder={options.storage}", f"storage.weights_id={weights_id}", *given]
         given = ["storage.kind=file", "storage.admission=all", *given]
     if options.role != "mixed":
-        given = [f"role={options.role}", f"peer.weights_id={files.digest}", *given]
-    config = _load(files, options.config, given)
+        given = [f"role={options.role}", f"peer.weights_id={weights_id}", *given]
+    config = _load(layout, options.config, given)
     _check_secret(config)
-    return config
+    if is_hybrid and config.transfer.device != "cpu":
+        raise ConfigError(
+            f"--model hybrid with transfer.device {config.transfer.device!r}; its states are computed on a CPU"
+        )
+    return with_units(config, MAX_RUNNING) if is_hybrid else config
 
 
 def check_pool(config: CacheConfig, num_chat_tokens: int) -> None:
@@ -88,7 +96,7 @@ def device_settings(device: str, settings: Sequence[str]) -> list[str]:
     return ["transfer.device=cuda", f"transfer.device_ids={ids}"]
 
 
-def _load(files: ModelFiles, path: Path | None, settings: Sequence[str]) -> CacheConfig:
+def _load(layout: KVLayout, path: Path | None, settings: Sequence[str]) -> CacheConfig:
     overrides: dict[str, Any] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -97,7 +105,6 @@ def _load(files: ModelFiles, path: Path | None, settings: Sequence[str]) -> Cach
         table, _, key = name.rpartition(".")
         parsed = value.split(",") if key in NUMBER_LISTS else value
         (overrides.setdefault(table, {}) if table else overrides)[key] = parsed
-    layout = layout_of(files.spec)
     if "layout" in overrides:
         raise ConfigError("--set layout...: serve has its model's layout; leave it out")
     if path is not None:

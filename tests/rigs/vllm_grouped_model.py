@@ -141,6 +141,11 @@ class GroupedModel:
             read += found if position >= last_reads else b""
         return read
 
+    @staticmethod
+    def overwrite(memory: np.ndarray, num_blocks: int, block_ids: list[int]) -> None:
+        """Write in these blocks, of all groups."""
+        memory[: 2 * num_blocks * _PAGE].reshape(2, num_blocks, _PAGE)[:, block_ids] = 255
+
     def expected_output(self, prompt: Sequence[int], num_tokens: int, tp_size: int) -> list[int]:
         """What the model says where nothing is cached, whatever the steps are."""
         tokens = list(prompt)

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -101,26 +102,33 @@ def test_a_failed_load_is_computed_again(new_rig: NewRig, name: str) -> None:
     assert_served(rig, rig.serve("once more", PROMPT), PROMPT)
 
 
+def finish(rig: Rig, request: Any, prompt: list[int]) -> None:
+    """Serve it to its end; copies may still be on their way."""
+    while not request.is_finished():
+        rig.step()
+    assert list(request.output_token_ids) == rig.model.expected_output(prompt, request.max_tokens, len(rig.workers))
+
+
+@pytest.mark.parametrize("num_tokens", [2, 60])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_copied_late_is_kept_until_then(new_rig: NewRig, name: str) -> None:
-    """The rank stands still while the request goes on, slides over its windows and ends, and all free blocks are used
-    again by others, which are too short to be stored: what comes back is what was there."""
-    rig = new_rig(model=MODELS[name], num_blocks=70, num_cpu_blocks=200)
+def test_what_is_copied_late_is_kept_until_then(new_rig: NewRig, name: str, num_tokens: int) -> None:
+    """The rank stands still while the request goes on, slides over its windows and ends, and somebody writes in all
+    blocks that are free then: what comes back is what was there."""
+    rig, prompt = new_rig(model=MODELS[name], num_blocks=70, num_cpu_blocks=200), PROMPT[: 7 * SIZE + 3]
     late = pids(rig.cache._movement.client)[0]
     os.kill(late, signal.SIGSTOP)
-    first = rig.add("first", PROMPT, 60)
-    others = [[500 + other] * (SIZE - 6) for other in range(60)]
-    for request, prompt in [(first, PROMPT), *((None, each) for each in others)]:
-        served = request or rig.add(f"other-{prompt[0]}", prompt)
-        while not served.is_finished():
-            rig.step()
-        assert list(served.output_token_ids) == rig.model.expected_output(prompt, served.max_tokens, 1)
+    first = rig.add("first", prompt, num_tokens)
+    finish(rig, first, prompt)
+    pool = rig.scheduler.kv_cache_manager.block_pool
+    free = pool.get_new_blocks(pool.get_num_free_blocks())
+    rig.model.overwrite(rig.workers[0].memory.flat()[0], pool.num_gpu_blocks, [block.block_id for block in free])
+    pool.free_blocks(free)
     os.kill(late, signal.SIGCONT)
     rig.run()
     rig.scheduler.reset_prefix_cache()
-    assert_served(rig, rig.serve("again", PROMPT, 20), PROMPT)
-    assert rig.num_computed_tokens == len(PROMPT) - 9 * SIZE + 19, "nothing was found"
-    longer = [*PROMPT, *first.output_token_ids]
+    assert_served(rig, rig.serve("again", prompt, 20), prompt)
+    assert rig.num_computed_tokens == len(prompt) - 7 * SIZE + 19, "nothing was found"
+    longer = [*prompt, *first.output_token_ids]
     rig.scheduler.reset_prefix_cache()
     assert_served(rig, rig.serve("longer", longer, 20), longer)
 
