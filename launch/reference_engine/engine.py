@@ -323,28 +323,33 @@ class Engine:
 
     def _end_step(self, computed: list[tuple[Generation, int | None]]) -> None:
         """Tell the cache what the step has computed and sampled. A last token needs no room: nobody computes it. Nor
-        does the end of a prompt that is computed for another instance."""
+        does the end of a prompt that is computed for another instance, or one that gets its blocks piece by piece."""
         steps = []
         for generation, token_id in computed:
-            if generation.num_offered_tokens:
+            if self._is_committed(generation, token_id):
                 self.cache.commit(generation.request, generation.num_computed_tokens)
             else:
                 tokens = [] if token_id is None or self._is_last(generation, token_id) else [token_id]
                 steps.append((generation.request, tokens, generation.num_computed_tokens))
         answers = iter(self._tables.step(steps))
         for generation, token_id in computed:
-            answer = [] if generation.num_offered_tokens else next(answers)  # of the uniform model alone
+            answer = None if self._is_committed(generation, token_id) else next(answers)
             if isinstance(answer, OutOfBlocksError) and token_id is not None:  # the next plan makes room for its token
                 self.cache.commit(generation.request, generation.num_computed_tokens)
                 generation.request.append_output([token_id])
             elif isinstance(answer, BaseException):
                 raise answer
-            else:
+            elif answer is not None:
                 self._tables.add(generation, answer)
             if generation.is_prefilled:
                 self._end_prefill(generation)
             elif token_id is not None:
                 self._say(generation, token_id)
+
+    @staticmethod
+    def _is_committed(generation: Generation, token_id: int | None) -> bool:
+        """Whether a step of it is told by a commit alone, and asks for no room."""
+        return bool(generation.num_offered_tokens) or (token_id is None and generation.rows is not None)
 
     def _confirm(self, generation: Generation, arrived: bool) -> bool:
         """Whether all loads came that a step ran ahead of; else the step was for nothing, and it starts over."""
