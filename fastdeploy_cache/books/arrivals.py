@@ -23,16 +23,17 @@ def insert_copies(
     *,
     stored: bool = True,
     hashes: bytes = b"",
-) -> int:
+) -> Run | None:
     """Put blocks [first, first + len(ids)) of `keys`, which a task has brought into CPU blocks `ids`, behind what is
     cached of them. `stored`: storage has them. `hashes`: of these blocks, joined, where they are known.
 
-    Returns how many joined: the last ones; none where what they continue has gone. The other ids are still the task's.
+    Returns the run of those that joined: the last ones; None where what they continue has gone. The other ids are still
+    the task's.
     """
     path, num_found = tree.find(namespace, keys, first + len(ids))
     joined = ids[max(0, num_found - first) :]
     if num_found < first or not joined:
-        return 0
+        return None
     above, end = tree.place(path, num_found)
     if above is None:
         above = tree.root(namespace)
@@ -52,7 +53,7 @@ def insert_copies(
         above.remove_child(key)
         raise
     tree.residency.added_ids(run, CPU, len(joined))
-    return len(joined)
+    return run
 
 
 def land(tree: PrefixTree, segment: Segment, succeeded: bool) -> int:

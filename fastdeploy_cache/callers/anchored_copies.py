@@ -244,12 +244,13 @@ class AnchoredCopies:
 
     def _land(self, landing: AnchoredLanding) -> None:
         """Without memory it has come in vain, and what has joined goes again."""
-        tree, path, num_joined = self._tree, list[Run](), 0
+        tree, leaf, num_joined = self._tree, None, 0
         namespace, keys, _, first = landing.sequence
         try:
-            if landing.blocks:
-                num_joined = insert_copies(tree, namespace, keys, first, landing.blocks, stored=False)
-            path, num_found = tree.find(namespace, keys, landing.boundary)
+            if landing.blocks and (leaf := insert_copies(tree, namespace, keys, first, landing.blocks, stored=False)):
+                num_joined = leaf.num_blocks
+            path, num_found = tree.find(namespace, keys, landing.boundary)  # it may join runs
+            leaf = path[-1] if path else None
             if num_found == landing.boundary:
                 checkpoint = self._anchor(path, landing)
                 if num_joined:  # first: storage is offered full KV before its checkpoint
@@ -258,8 +259,8 @@ class AnchoredCopies:
                     self._books.note(ImageCopied(checkpoint=checkpoint))
         except MemoryError:
             self._books.mishaps.note("landing")
-        if path and tree.residency.trim is not None:
-            tree.residency.trim(path[-1], Loss.TRIMMED)
+        if leaf is not None and tree.residency.trim is not None:
+            tree.residency.trim(leaf, Loss.TRIMMED)
 
     def _anchor(self, path: list[Run], landing: AnchoredLanding) -> Checkpoint | None:
         """The checkpoint of these pages; None: another one has made it meanwhile."""

@@ -291,9 +291,9 @@ class BlockCopies:
     def _end_copies(self, namespace: str, keys: BlockKeys, first: int, ids: array[int]) -> None:
         """Copies have come to the CPU tier: they join the tree and may go on to storage."""
         try:
-            num_joined = insert_copies(self._tree, namespace, keys, first, ids, stored=False) if ids else 0
-            if num_joined:
-                path, _ = self._tree.find(namespace, keys, first + len(ids))
-                self._books.note(Copied(Pin(path[-1], path[-1].cpu_end), num_blocks=num_joined))
+            run = insert_copies(self._tree, namespace, keys, first, ids, stored=False) if ids else None
+            if run is not None:
+                num_joined, (path, _) = run.num_blocks, self._tree.find(namespace, keys, first + len(ids))
+                self._books.note(Copied(Pin(path[-1], path[-1].cpu_end), num_blocks=num_joined))  # it joined its parent
         except MemoryError:  # what has not joined goes home
             self._tree.mishaps.note("landing")

@@ -326,7 +326,8 @@ class StorageReads:
         prefetch, ids = piece.prefetch, piece.ids[:num_good]
         start = (piece.first - prefetch.first) * HASH_BYTES
         hashes = prefetch.hashes[start : start + len(ids) * HASH_BYTES]
-        return insert_copies(self._tree, prefetch.namespace, prefetch.keys, piece.first, ids, hashes=hashes)
+        run = insert_copies(self._tree, prefetch.namespace, prefetch.keys, piece.first, ids, hashes=hashes)
+        return run.num_blocks if run is not None else 0
 
     def _end_piece(self, piece: _Piece, result: TransferResult) -> None:
         prefetch, ids, num_blocks = piece.prefetch, piece.ids, len(piece.ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -117,8 +118,14 @@ class VLLMLoop:
             num_cached_tokens=live.output.num_cached_tokens or 0,
             seconds=live.first_token_seconds,
             num_preemptions=live.num_preemptions,
-            logprobs=tuple(max(each.logprob for each in of.values()) for of in live.output.outputs[0].logprobs or ()),
+            logprobs=tuple(_best(of) for of in live.output.outputs[0].logprobs or ()),
         )
+
+
+def _best(logprobs: Any) -> float:
+    """The best of one token; a model that says nothing else gives no number, which no JSON has."""
+    best = max(each.logprob for each in logprobs.values())
+    return float(best) if math.isfinite(best) else 0.0
 
 
 def scheduler_of(engine: Any) -> Any:

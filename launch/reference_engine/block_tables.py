@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from fastdeploy_cache import Match, PrefixCacheManager
 from fastdeploy_cache.launch.reference_engine.generation import Generation
 from fastdeploy_cache.launch.reference_engine.hybrid_spec import STATE, WINDOW
+from fastdeploy_cache.launch.reference_engine.paged_kv import Int32Array, SequenceChunk
 
 Steps = Sequence[tuple[Any, list[int], int]]  # see `PrefixCacheManager.step`
 
@@ -57,8 +60,16 @@ class BlockTables(Protocol):
         """Where a piece that is to end after so many tokens ends."""
         ...
 
+    def chunk(self, generation: Generation, token_ids: Int32Array) -> SequenceChunk:
+        """Its next tokens, with all that the model reads and writes of the cache."""
+        ...
+
     def computed(self, generation: Generation) -> None:
         """A step has computed up to `num_computed_tokens`, and it is not committed."""
+        ...
+
+    def is_committed(self, generation: Generation, token_id: int | None) -> bool:
+        """Whether a step that has sampled this is told by a commit alone, and asks for no room."""
         ...
 
 
@@ -88,8 +99,16 @@ class FullTables:
         """Anywhere."""
         return end
 
+    def chunk(self, generation: Generation, token_ids: Int32Array) -> SequenceChunk:
+        """See `BlockTables`."""
+        return SequenceChunk(token_ids, generation.num_computed_tokens, _as_array(generation.block_ids))
+
     def computed(self, generation: Generation) -> None:
         """Nothing: the commit says all."""
+
+    def is_committed(self, generation: Generation, token_id: int | None) -> bool:  # noqa: ARG002 (see `BlockTables`)
+        """One for another instance."""
+        return bool(generation.num_offered_tokens)
 
 
 class RowTables:
@@ -140,10 +159,25 @@ class RowTables:
             if fresh is not None:
                 (rows.write_slot,) = fresh
 
+    def chunk(self, generation: Generation, token_ids: Int32Array) -> SequenceChunk:
+        """See `BlockTables`."""
+        rows, start = self._rows(generation), generation.num_computed_tokens
+        assert rows.write_slot is not None
+        slots = rows.read_slot, rows.write_slot
+        return SequenceChunk(token_ids, start, _as_array(generation.block_ids), _as_array(rows.window), slots)
+
+    def is_committed(self, generation: Generation, token_id: int | None) -> bool:  # noqa: ARG002 (see `BlockTables`)
+        """A piece of a prompt: a step would ask for the blocks of all the prompt."""
+        return token_id is None
+
     @staticmethod
     def _rows(generation: Generation) -> RequestUnits:
         assert isinstance(generation.rows, RequestUnits)
         return generation.rows
+
+
+def _as_array(ids: list[int]) -> Int32Array:
+    return np.array(ids, dtype=np.int32)
 
 
 def new_tables(cache: PrefixCacheManager) -> BlockTables:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fastdeploy_cache import Match, PrefixCacheManager
 from fastdeploy_cache.errors import CacheError, OutOfBlocksError
-from fastdeploy_cache.launch.reference_engine.block_tables import RequestUnits, new_tables
+from fastdeploy_cache.launch.reference_engine.block_tables import new_tables
 from fastdeploy_cache.launch.reference_engine.generation import Generation
 from fastdeploy_cache.launch.reference_engine.hybrid_spec import STEP_TOKENS
 from fastdeploy_cache.launch.reference_engine.intake import Intake
@@ -301,7 +301,7 @@ class Engine:
         for generation, num_tokens in batch:
             start = generation.num_computed_tokens
             tokens = generation.request.token_ids(start, start + num_tokens)
-            chunks.append(_chunk_of(generation, tokens, start))
+            chunks.append(self._tables.chunk(generation, tokens))
         arrived = {generation: True for generation, _ in batch if generation.is_ahead}
         wait, mark = self.overlap.layer_waiter(arrived), self._sends.begin_step(batch)
 
@@ -326,14 +326,14 @@ class Engine:
         does the end of a prompt that is computed for another instance, or one that gets its blocks piece by piece."""
         steps = []
         for generation, token_id in computed:
-            if self._is_committed(generation, token_id):
+            if self._tables.is_committed(generation, token_id):
                 self.cache.commit(generation.request, generation.num_computed_tokens)
             else:
                 tokens = [] if token_id is None or self._is_last(generation, token_id) else [token_id]
                 steps.append((generation.request, tokens, generation.num_computed_tokens))
         answers = iter(self._tables.step(steps))
         for generation, token_id in computed:
-            answer = None if self._is_committed(generation, token_id) else next(answers)
+            answer = None if self._tables.is_committed(generation, token_id) else next(answers)
             if isinstance(answer, OutOfBlocksError) and token_id is not None:  # the next plan makes room for its token
                 self.cache.commit(generation.request, generation.num_computed_tokens)
                 generation.request.append_output([token_id])
@@ -345,11 +345,6 @@ class Engine:
                 self._end_prefill(generation)
             elif token_id is not None:
                 self._say(generation, token_id)
-
-    @staticmethod
-    def _is_committed(generation: Generation, token_id: int | None) -> bool:
-        """Whether a step of it is told by a commit alone, and asks for no room."""
-        return bool(generation.num_offered_tokens) or (token_id is None and generation.rows is not None)
 
     def _confirm(self, generation: Generation, arrived: bool) -> bool:
         """Whether all loads came that a step ran ahead of; else the step was for nothing, and it starts over."""
@@ -399,13 +394,3 @@ class Engine:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.cache.config.block_size)
-
-
-def _chunk_of(generation: Generation, token_ids: np.ndarray[Any, np.dtype[np.int32]], start: int) -> SequenceChunk:
-    """The next tokens of one, with all that the model reads and writes of the cache."""
-    block_ids, rows = np.array(generation.block_ids, dtype=np.int32), generation.rows
-    if not isinstance(rows, RequestUnits):
-        return SequenceChunk(token_ids, start, block_ids)
-    assert rows.write_slot is not None
-    window = np.array(rows.window, dtype=np.int32)
-    return SequenceChunk(token_ids, start, block_ids, window, (rows.read_slot, rows.write_slot))

@@ -57,7 +57,7 @@ def weights_id_of(files: ModelFiles, layout: KVLayout) -> str:
 
 
 def gates_of(spec: ModelSpec) -> dict[int, Float32Array]:
-    """Of each layer with a state, by layer: [2, kv heads, hidden], for how much is kept and how much is written."""
+    """The gates of each layer with a state, [2, kv heads, hidden]: for how much is kept, and how much is written."""
     gates = {}
     for layer in [number for number, kind in enumerate(kinds_of(spec)) if kind == "state"]:
         noise = np.random.default_rng((_SEED, layer)).standard_normal((2, spec.num_kv_heads, spec.hidden_size))

@@ -35,12 +35,11 @@ def load_config(files: ModelFiles, options: ServeOptions) -> CacheConfig:
     given += device_settings(options.device, given)
     is_hybrid = options.model == "hybrid"
     layout = hybrid_layout_of(files.spec) if is_hybrid else layout_of(files.spec)
-    weights_id = weights_id_of(files, layout)
     if options.storage is not None:
-        given = [f"storage.folder={options.storage}", f"storage.weights_id={weights_id}", *given]
+        given = [f"storage.folder={options.storage}", f"storage.weights_id={weights_id_of(files, layout)}", *given]
         given = ["storage.kind=file", "storage.admission=all", *given]
     if options.role != "mixed":
-        given = [f"role={options.role}", f"peer.weights_id={weights_id}", *given]
+        given = [f"role={options.role}", f"peer.weights_id={weights_id_of(files, layout)}", *given]
     config = _load(layout, options.config, given)
     _check_secret(config)
     if is_hybrid and config.transfer.device != "cpu":

@@ -100,6 +100,23 @@ def test_blocks_go_where_their_checkpoint_gets_no_memory(caller: Caller, monkeyp
     assert caller.blocks.lookup(FOUR).num_blocks == 0 and caller.cache.stats().cpu.num_free == NUM_CPU
 
 
+def test_blocks_go_where_nobody_can_look_for_them(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where memory runs out behind the last block that has joined."""
+    tree, calls = caller.cache._books.tree, list[int]()
+    find = tree.find
+
+    def find_once(*given: object) -> object:
+        calls.append(1)
+        return find(*given) if len(calls) == 1 else no_memory()  # type: ignore[arg-type]
+
+    caller.store()
+    monkeypatch.setattr(tree, "find", find_once)
+    caller.client.land_all()
+    monkeypatch.undo()
+    caller.cache.check_invariants()
+    assert len(calls) == 2 and caller.cache.stats().cpu.num_free == NUM_CPU
+
+
 def test_a_reset_on_the_way_keeps_what_was_old_out(caller: Caller) -> None:
     """It may be of other weights: nobody finds it. What was taken before a reset is not stored after it, either."""
     transfer, ids, units = caller.store()

@@ -150,7 +150,10 @@ def test_the_model_is_one_of_its_own(files: ModelFiles) -> None:
     ("settings", "said"),
     [
         (["block_size=512"], "block_size is 512, and a step of this engine computes 256 tokens"),
-        (["num_gpu_units=11,2"], "num_gpu_units is [11, 2], and one request of this engine needs [17, 2]; give as many"),
+        (
+            ["num_gpu_units=11,2"],
+            "num_gpu_units is [11, 2], and one request of this engine needs [17, 2]; give as many",
+        ),
         (["transfer.device=cuda"], "--model hybrid with transfer.device 'cuda'"),
     ],
 )

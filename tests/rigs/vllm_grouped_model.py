@@ -68,8 +68,9 @@ def _seeds(tokens: tuple[int, ...]) -> tuple[int, ...]:
 class GroupedModel:
     """`kinds`: of vLLM's groups, each of two layers."""
 
-    def __init__(self, *kinds: Kind) -> None:
-        self.kinds = kinds
+    def __init__(self, *kinds: Kind, retention: int | None = None) -> None:
+        """`retention`: as vLLM's `prefix_cache_retention_interval`, which is 0 by default there."""
+        self.kinds, self.retention = kinds, retention
         self.has_states = "state" in kinds
         self.layers = [[f"model.layers.{2 * group + each}.attn" for each in range(2)] for group in range(len(kinds))]
 
@@ -81,7 +82,12 @@ class GroupedModel:
             for names in self.layers
         ]
         groups = [KVCacheGroupSpec(names, _SPECS[kind]) for names, kind in zip(self.layers, self.kinds, strict=True)]
-        return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+        return KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=tensors,
+            kv_cache_groups=groups,
+            prefix_cache_retention_interval=self.retention,
+        )
 
     def caches(self, raw: torch.Tensor, num_blocks: int, layout: KVCacheLayout) -> dict[str, torch.Tensor]:
         """vLLM's views of it, by layer."""

@@ -82,7 +82,10 @@ class CheckpointStoring:
             at = {each for each in (sequence.branch, last) if before < each <= after}
             found = sorted(at | {after} if after > last else at)
         else:
-            return []
+            found = []
+        is_hit = work.num_before == sequence.num_admitted_tokens == before * self._size
+        if is_hit and sequence.num_checkpoint_blocks < before:  # vLLM has it, and the CPU tier has not: a copy failed
+            found.insert(0, before)
         num_prompt_tokens = sequence.request.num_prompt_tokens
         return [each for each in found if self._caches_outputs or each * self._size <= num_prompt_tokens]
 
@@ -94,8 +97,9 @@ class CheckpointStoring:
         """The step that is being scheduled computes the request up to this boundary, or past it."""
         units = list[list[int]]()
         states = {group: block_id for group, block_id, num_tokens in work.offers if num_tokens == boundary * self._size}
+        is_hit = boundary * self._size == work.num_before  # then its states are where the tables say
         for group, positions in zip(self._groups.rows, self._blocks.units.positions(boundary), strict=True):
-            is_state, table = group in self._groups.states, tables[group]
+            is_state, table = group in self._groups.states and not is_hit, tables[group]
             units.append([states.get(group, 0)] if is_state else [table[each] for each in positions])
         if not all(unit for each in units for unit in each):  # vLLM's null block: it has gone already
             return

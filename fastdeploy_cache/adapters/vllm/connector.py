@@ -37,6 +37,7 @@ from fastdeploy_cache.adapters.vllm.scheduler import SchedulerHalf
 from fastdeploy_cache.adapters.vllm.settings import is_layerwise, settings_of
 from fastdeploy_cache.adapters.vllm.step import StepPlan, WorkerKV
 from fastdeploy_cache.adapters.vllm.worker import WorkerHalf
+from fastdeploy_cache.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -99,6 +100,11 @@ class FastDeployCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         show_log()
         VLLM.check(vllm.__version__)
         settings = settings_of(vllm_config, kv_cache_config)
+        if settings.groups.rows and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+            raise ConfigError(
+                f"this is vLLM {vllm.__version__}, which cannot be told that the load of a request has failed, and the "
+                "model has several KV cache groups; use 0.30 or newer, or give --disable-hybrid-kv-cache-manager"
+            )
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._number_done: int | None = None
@@ -181,6 +187,10 @@ class FastDeployCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore
         done = connector_output.kv_connector_worker_meta
         if isinstance(done, StepDone):
             self.scheduler.processed(done.number)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The same of one group, as vLLM's `MultiConnector` asks where another of its connectors knows no groups."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

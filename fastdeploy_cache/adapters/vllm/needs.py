@@ -88,7 +88,7 @@ def _of_kv_cache(config: Any) -> Iterator[Need]:
         yield Need(is_known, f"{where} is a {type(spec).__name__}", f"this connector serves {known}: {without}")
         yield from _of_spec(spec, where, is_state=kind == "state")
         if not is_one:
-            yield from _of_group(config, group, where)
+            yield from _of_group(config, group, where, without)
     num_full, many = kinds.count("full"), f"this connector serves one that keeps everything: {without}"
     yield Need(num_full == 1, f"{num_full} of {len(groups)} KV cache groups keep everything", many)
 
@@ -112,13 +112,13 @@ def _of_spec(spec: Any, where: str, *, is_state: bool) -> Iterator[Need]:
     yield Need(num_tokens == 1, f"a state of {where} is of {num_tokens} tokens", each)
 
 
-def _of_group(config: Any, group: Any, where: str) -> Iterator[Need]:
+def _of_group(config: Any, group: Any, where: str, without: str) -> Iterator[Need]:
     """What a group must be beside others."""
     spec, size = group.kv_cache_spec, config.kv_cache_groups[0].kv_cache_spec.block_size
-    alike = "this connector serves groups of one block size: set --block-size, or leave the connector out"
+    alike = f"this connector serves groups of one block size: {without}"
     yield Need(spec.block_size == size, f"{where} has blocks of {spec.block_size} tokens, and group 0 of {size}", alike)
     unit = getattr(config, "hash_block_size", None) or size
-    below = "this connector serves hits of whole blocks: leave out what sets the hash's block size"
+    below = f"this connector serves hits of whole blocks: leave out what sets the hash's block size, or {without}"
     yield Need(unit == size, f"blocks are of {size} tokens, and hashes of {unit}", below)
     drafts = "this connector cannot store the KV of draft layers: switch speculative decoding off"
     yield Need(not getattr(group, "is_eagle_group", False), f"{where} has draft layers", drafts)

@@ -127,6 +127,7 @@ class SchedulerHalf:
         reset = block_pool.reset_prefix_cache
 
         def reset_when_stored() -> bool:
+            self._stores.end_done()  # first: what is kept of requests that were preempted goes
             self.kept.wait(self._longest_seconds, self._stores.end_done)
             return bool(reset())
 
@@ -144,7 +145,8 @@ class SchedulerHalf:
         self._unpin(sequence)
         if request.skip_reading_prefix_cache or sequence.load_failed or not self.cache.ranks.wait_ready(0):
             return 0, False
-        if len(self._loads) >= self._config.transfer.max_tasks_in_flight or not self._is_fetched(sequence):
+        num_tasks = (len(self._loads) + 1) * (2 if self._groups.rows else 1)  # a checkpoint comes by one of its own
+        if num_tasks > self._config.transfer.max_tasks_in_flight or not self._is_fetched(sequence):
             return None, False
         size, first = self._config.block_size, num_computed_tokens // self._config.block_size
         # pinned: what is promised here may not be evicted before the load begins, or vLLM would take it for a failure
@@ -167,7 +169,7 @@ class SchedulerHalf:
         """How many of the blocks that are pinned a request can go on behind."""
         if not self._groups.rows:
             return pinned.num_blocks
-        boundary = pinned.num_checkpoint_blocks or 0
+        boundary = sequence.num_checkpoint_blocks = pinned.num_checkpoint_blocks or 0
         sequence.branch = pinned.num_blocks if pinned.num_blocks > boundary else 0
         return boundary
 

@@ -64,7 +64,8 @@ class Sequence:
     is_storing: bool = False
     is_over: bool = False  # vLLM is done with it
     rest: list[Any] | None = None  # vLLM's blocks, kept until its store has ended: all that was computed, at its end
-    branch: int = 0  # of a model with several groups: blocks of full KV that were found, where no checkpoint lay
+    num_checkpoint_blocks: int = 0  # of a model with several groups: up to the checkpoint that was found
+    branch: int = 0  # of such a model: blocks of full KV that were found, where no checkpoint lay
     pending: list[PendingCheckpoint] = field(default_factory=list)  # of such a model
 
     def follow(self) -> None:

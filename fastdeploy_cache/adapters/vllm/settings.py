@@ -58,7 +58,7 @@ def settings_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Conn
     if layerwise_load and map_.rows:
         raise ConfigError(
             f"layerwise_load is true, and the model has {len(groups)} KV cache groups: inside a step vLLM cannot be "
-            "told that a load of one has failed; leave it out"
+            "told that a load has failed; leave it out, or start vLLM with --disable-hybrid-kv-cache-manager"
         )
     parallel = vllm_config.parallel_config
     metrics = MetricsAddress.take(extra, parallel.data_parallel_index)

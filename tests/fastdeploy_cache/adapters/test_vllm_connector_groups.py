@@ -13,6 +13,8 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: see docs/adapters/vllm_connector.md")
 pytest.importorskip("torch", reason="needs vLLM with PyTorch")
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
 from fastdeploy_cache.errors import ConfigError
 from tests.rigs.process_ends import SECONDS, pids
 from tests.rigs.vllm_grouped_model import SIZE, GroupedModel
@@ -138,8 +140,8 @@ def test_random_schedules(new_rig: NewRig) -> None:
     it was written, whatever is computed at once, aborted, preempted, forgotten, or late."""
     num_hit = 0
     for name, model in MODELS.items():
-        for is_ahead in (False, True):
-            rig = new_rig(model=model, num_blocks=44, num_cpu_blocks=90, is_ahead=is_ahead)
+        for is_ahead, kept in ((False, model), (True, GroupedModel(*model.kinds, retention=0))):
+            rig = new_rig(model=kept, num_blocks=44, num_cpu_blocks=90, is_ahead=is_ahead)
             for seed in range(40):
                 num_hit += play(rig, f"{name}-{seed}", random.Random(seed))
             rig.close()
@@ -176,6 +178,77 @@ def play(rig: Rig, name: str, choose: random.Random) -> int:
     for request, prompt in live:
         assert_served(rig, request, prompt)
     return sum(rig.cache.metrics.token_counts()[1][1:]) - before
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_vllm_has_itself_is_stored_where_the_cpu_tier_has_lost_it(new_rig: NewRig, name: str) -> None:
+    """A copy fails with its rank, and the prompt comes again, from vLLM's own cache: its checkpoint is copied then."""
+    rig = new_rig(model=MODELS[name], num_blocks=70, num_cpu_blocks=200)
+    late = pids(rig.cache._movement.client)[0]
+    os.kill(late, signal.SIGSTOP)
+    first = rig.add("first", PROMPT)
+    finish(rig, first, PROMPT)
+    os.kill(late, signal.SIGKILL)
+    rig.run()
+    assert rig.cache.ranks.wait_ready(SECONDS)
+    assert_served(rig, rig.serve("hit", PROMPT), PROMPT)
+    assert rig.num_computed_tokens < SIZE, "vLLM has it itself"
+    rig.scheduler.reset_prefix_cache()
+    assert_served(rig, rig.serve("again", PROMPT), PROMPT)
+    assert rig.num_computed_tokens < SIZE
+
+
+@pytest.mark.parametrize("name", ["windows", "states"])
+def test_a_reset_takes_back_what_waits(new_rig: NewRig, name: str) -> None:
+    """Requests that run are preempted by it: nothing of their checkpoints keeps a block of vLLM's pool."""
+    rig = new_rig(model=MODELS[name], num_blocks=70, num_cpu_blocks=200)
+    request = rig.add("running", PROMPT, 60)
+    while request.num_output_tokens < 40:
+        rig.step()
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    rig.run()
+    assert_served(rig, request, PROMPT)
+
+
+def test_loads_wait_for_tasks(new_rig: NewRig) -> None:
+    """Each is two tasks: what has no place in the queue is asked for again later, and not refused."""
+    rig = new_rig(model=MODELS["windows"], num_blocks=120, num_cpu_blocks=200, transfer={"max_tasks_in_flight": 4})
+    prompts = [[100 * number + i for i in range(5 * SIZE + 3)] for number in range(1, 5)]
+    for number, prompt in enumerate(prompts):
+        rig.serve(f"first-{number}", prompt)
+    rig.scheduler.reset_prefix_cache()
+    late = pids(rig.cache._movement.client)[0]
+    os.kill(late, signal.SIGSTOP)
+    rig.num_computed_tokens = 0
+    requests = [rig.add(f"again-{number}", prompt) for number, prompt in enumerate(prompts)]
+    for _ in range(3):
+        rig.step()
+    os.kill(late, signal.SIGCONT)
+    rig.run()
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert_served(rig, request, prompt)
+    assert rig.num_computed_tokens == 4 * 4, "a load was refused"
+
+
+def test_vllm_may_ask_without_groups(new_rig: NewRig) -> None:
+    """As its `MultiConnector` does where another of its connectors knows none: nothing is left of the request."""
+    rig = new_rig()
+    request = rig.add("one", PROMPT)
+    rig.step()
+    assert rig.connector.request_finished(request, rig.scheduler.kv_cache_manager.get_block_ids("one")[0]) == (
+        False,
+        None,
+    )
+    assert not rig.connector.scheduler._sequences
+    rig.scheduler.finish_requests("one", ABORTED)
+    rig.run()
+
+
+def test_a_version_that_hears_of_no_failed_load_is_refused(new_rig: NewRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.29 would compute on what has not come."""
+    monkeypatch.delattr(KVConnectorBase_V1, "get_transfer_results")
+    with pytest.raises(ConfigError, match="which cannot be told that the load of a request has failed"):
+        new_rig(model=MODELS["chunks"])
 
 
 def test_layers_one_by_one_are_refused(new_rig: NewRig) -> None:
