@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
+from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.peers.processes import NoProcesses
@@ -16,6 +17,7 @@ class NoTransfers:
     """See `PeerSends` and `PeerReceives`."""
 
     pins: tuple[Pin, ...] = ()
+    checkpoints: tuple[Checkpoint, ...] = ()
     held_ids: tuple[int, ...] = ()
     loads: tuple[Transfer, ...] = ()
 

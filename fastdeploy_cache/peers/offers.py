@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fastdeploy_cache.books.path import usable_end
 from fastdeploy_cache.errors import PeerRefusedError
 from fastdeploy_cache.ipc.clock import Event
 from fastdeploy_cache.peers.transfers import Send
@@ -60,6 +61,10 @@ class PeerOffers:
             num_blocks = request.num_tokens // size
             raise PeerRefusedError(
                 f"the offer has {offer.num_blocks} blocks, request {request.request_id!r} {num_blocks}"
+            )
+        if offer.source.layout.groups and usable_end(request, offer.num_blocks, size) != offer.num_blocks:
+            raise PeerRefusedError(
+                f"the offer ends behind block {offer.num_blocks}, within an image of request {request.request_id!r}"
             )
         if offer.prompt != prompt_digest(request.namespace, request.tokens, extras):
             raise PeerRefusedError(

@@ -52,7 +52,7 @@ def open_road(
     if peer.link == "storage":
         offers = PeerOffers(_instance_info(config, peer, instance_id), signer)
         return StoreRoad(
-            config, books, offers=offers, mover=movement.mover, storage=storage, prefetches=requests.prefetches
+            config, books, offers=offers, movement=movement, storage=storage, prefetches=requests.prefetches
         )
     client = client or _new_client(config, peer, instance_id, movement.client, books.clock)
     offers = PeerOffers(_instance_info(config, peer, instance_id, client), signer)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from fastdeploy_cache.books.block_pool import REQUEST, TASK
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.peers.transfers import Send
@@ -45,6 +46,8 @@ class PeerSends:
 
     Of each send one update is on its way at a time; what comes meanwhile goes with the next. So there is always room.
     """
+
+    checkpoints: tuple[Checkpoint, ...] = ()  # a link moves none
 
     def __init__(self, books: Books, put: Put) -> None:
         self._tree, self._put = books.tree, put

@@ -13,12 +13,16 @@ from dataclasses import dataclass
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Matched
-from fastdeploy_cache.books.run import Pin
+from fastdeploy_cache.books.checkpoint import Checkpoint, deepest_within
+from fastdeploy_cache.books.path import usable_end
+from fastdeploy_cache.books.row_books import RowBooks
+from fastdeploy_cache.books.run import Pin, Run
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import PeerError
 from fastdeploy_cache.ipc.clock import Alarm
-from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
+from fastdeploy_cache.movement.block_mover import TaskEnded
+from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.offers import PeerOffers
 from fastdeploy_cache.peers.processes import NoProcesses
 from fastdeploy_cache.peers.transfers import Receive, Send
@@ -35,20 +39,23 @@ Why = tuple[str, str]
 
 @dataclass(eq=False)
 class _Stored:
-    """A send. `pin`, from when all is computed until it has ended: copies and writes find the blocks."""
+    """A send. `pin`, from when all is computed until it has ended: copies and writes find the blocks. Of a hybrid model
+    `checkpoint` is pinned with them: the one at which the offer ends."""
 
     send: Send
     generation: int
     alarm: Alarm
     pin: Pin | None = None
+    checkpoint: Checkpoint | None = None
 
 
 class StoredSends:
-    """A send succeeds when the store has all its blocks; only then is its offer worth handing over."""
+    """A send succeeds when the store has all its blocks, and of a hybrid model the checkpoint behind them; only then is
+    its offer worth handing over."""
 
-    def __init__(self, books: Books, mover: BlockMover, storage: StorageAccess) -> None:
+    def __init__(self, books: Books, movement: Movement, storage: StorageAccess) -> None:
         self._books, self._tree = books, books.tree
-        self._mover, self._storage = mover, storage
+        self._movement, self._storage = movement, storage
         self._open: dict[str, _Stored] = {}
         books.listen(TaskEnded, lambda _: self._check(is_idle=storage.is_idle and storage.is_attached))
         books.listen(StorageTaskEnded, lambda _: self._check(is_idle=False))
@@ -64,6 +71,11 @@ class StoredSends:
     def pins(self) -> list[Pin]:
         """The pins on what is being written."""
         return [each.pin for each in self._open.values() if each.pin is not None]
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """The checkpoints that are being written with them."""
+        return [each.checkpoint for each in self._open.values() if each.checkpoint is not None]
 
     held_ids: tuple[int, ...] = ()
 
@@ -88,11 +100,24 @@ class StoredSends:
         if mine is None or mine.pin is not None or active.pin is None:
             return
         if active.num_committed_blocks >= mine.send.num_blocks and mine.generation == self._tree.generation:
-            path = active.pin.run.path()
-            mine.pin = self._tree.move_pin(None, *self._tree.place(path, mine.send.num_blocks))
+            run, end = self._tree.place(active.pin.run.path(), mine.send.num_blocks)
+            assert run is not None
+            if (rows := self._books.rows) is not None and not self._pin_checkpoint(rows, mine, run, end):
+                return  # it comes with a snapshot of these tokens
+            if mine.pin is None:
+                mine.pin = self._tree.move_pin(None, run, end)
             assert mine.pin is not None
             self._storage.write(mine.pin.run.path())
             self._check(is_idle=False)
+
+    def _pin_checkpoint(self, rows: RowBooks, mine: _Stored, run: Run, end: int) -> bool:
+        checkpoint = deepest_within(run, end)
+        if checkpoint is None or checkpoint.end != end:
+            return False
+        mine.pin = self._tree.move_pin(None, run, end)
+        rows.checkpoints.pin(checkpoint)
+        mine.checkpoint = checkpoint
+        return True
 
     def released(self, active: ActiveRequest, private_ids: array[int]) -> Callable[[], array[int]]:
         """The request is to go: see `PeerSends`. Its blocks are the tree's, and those of its own go home."""
@@ -100,7 +125,8 @@ class StoredSends:
         def take_over() -> array[int]:
             mine = self._open.get(active.request.request_id)
             if mine is not None and mine.pin is None:
-                text = f"the request was released before its {mine.send.num_blocks} blocks were computed and cached"
+                what = "blocks" if self._books.rows is None else "blocks, and the checkpoint behind them,"
+                text = f"the request was released before its {mine.send.num_blocks} {what} were computed and cached"
                 self._end(mine, ("failed", text))
             return private_ids
 
@@ -112,15 +138,27 @@ class StoredSends:
             assert mine.pin is not None
             if mine.generation != self._tree.generation:
                 self._end(mine, ("cancelled", "the cache was reset meanwhile"))
-            elif self._is_stored(mine.pin):
+            elif self._is_stored(mine.pin) and self._has_image(mine.checkpoint):
                 self._end(mine, None)
-            elif is_idle and not self._mover.num_storing:
+            elif is_idle and not self._is_copying(mine.checkpoint):
                 self._end(mine, ("failed", "the store has not taken all of it"))
 
     @staticmethod
     def _is_stored(pin: Pin) -> bool:
         *above, last = pin.run.path()
         return last.stored.num_blocks >= pin.end and all(run.stored.num_blocks == run.num_blocks for run in above)
+
+    def _is_copying(self, checkpoint: Checkpoint | None) -> bool:
+        """Whether anything is on its way to the CPU tier, from which the store takes it."""
+        images = self._movement.images
+        is_storing = images is not None and checkpoint is not None and images.is_storing(checkpoint)
+        return is_storing or self._movement.mover.num_storing > 0
+
+    def _has_image(self, checkpoint: Checkpoint | None) -> bool:
+        if checkpoint is None or checkpoint.stored.num_blocks:
+            return True
+        rows = self._books.rows
+        return rows is not None and not rows.checkpoints.sizes.num_pages(checkpoint.boundary)  # one of chunks
 
     def cancel(self, send: Send, why: Why = ("cancelled", "the sending side has cancelled it")) -> None:
         """Its caller does not want it any more, or its time is over."""
@@ -136,6 +174,9 @@ class StoredSends:
     def _end(self, mine: _Stored, why: Why | None) -> None:
         del self._open[mine.send.request_id]
         mine.alarm.cancel()
+        if mine.checkpoint is not None and self._books.rows is not None:
+            self._books.rows.checkpoints.unpin(mine.checkpoint)  # first: its path is pinned as long as it is
+            mine.checkpoint = None
         pin, mine.pin = mine.pin, None
         if pin is not None:
             self._tree.unpin(pin)
@@ -179,8 +220,10 @@ def _why_not(receive: Receive, prefetch: StoragePrefetch | None) -> Why | None:
         return "cancelled", "it is not wanted any more, or the store is to be quiet"
     if prefetch is None:
         return "refused", "storage was not asked: it is away, busy, or slower than computing so few tokens"
-    if prefetch.num_landed < prefetch.num_wanted:
-        return "failed", f"{prefetch.num_landed} of {prefetch.num_wanted} blocks came from storage"
+    if prefetch.num_landed < (num_wanted := receive.num_blocks if prefetch.stops else prefetch.num_wanted):
+        return "failed", f"{prefetch.num_landed} of {num_wanted} blocks came from storage"
+    if prefetch.stops and not prefetch.has_checkpoint:
+        return "failed", "the blocks came from storage, and the checkpoint behind them did not"
     return None
 
 
@@ -193,23 +236,26 @@ class StoreRoad:
         books: Books,
         *,
         offers: PeerOffers,
-        mover: BlockMover,
+        movement: Movement,
         storage: StorageAccess,
         prefetches: Prefetches,
     ) -> None:
         assert config.peer is not None
         self._config, self._peer, self._books = config, config.peer, books
         self.offers, self._storage, self._prefetches = offers, storage, prefetches
-        self.sends = StoredSends(books, mover, storage)
+        self.sends = StoredSends(books, movement, storage)
         self.receives = StoredReceives(books)
         books.listen(Matched, lambda matched: self.receives.forget(matched.request_id))
         self.processes = NoProcesses()
         self.is_quiet = False
 
     def num_offered(self, request: Request) -> int:
-        """Full blocks of a request that can be offered: a store takes only what may be cached."""
-        num_tokens = request.num_tokens if self._config.cache_outputs else request.num_prompt_tokens
-        return num_tokens // self._config.block_size
+        """Full blocks of a request that can be offered: a store takes only what may be cached. Of a hybrid model they
+        end where its prompt can be gone on with."""
+        size = self._config.block_size
+        if self._books.rows is not None:
+            return usable_end(request, (request.num_prompt_tokens - 1) // size, size)
+        return (request.num_tokens if self._config.cache_outputs else request.num_prompt_tokens) // size
 
     def check_room(self, kind: TaskKind) -> None:
         """Raise `PeerError` where there is no store."""

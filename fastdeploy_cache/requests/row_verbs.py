@@ -13,7 +13,7 @@ from fastdeploy_cache.books.tokens import TokenIds
 from fastdeploy_cache.errors import CacheError, OutOfBlocksError, RequestError
 from fastdeploy_cache.ipc.clock import seconds_to_wait
 from fastdeploy_cache.request import Request, whole_number
-from fastdeploy_cache.requests.active_request import WAITING, ActiveRequest
+from fastdeploy_cache.requests.active_request import WAITING, ActiveRequest, Committed
 from fastdeploy_cache.requests.anchors import Anchors
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.requests.steps import Steps
@@ -163,6 +163,8 @@ class RowVerbs:
             self._requests.tell_snapshot(active, number, given=fresh is not None)
             if fresh is not None and active.num_computed_tokens >= number:
                 anchors.committed(active)
+                if active in self._requests.offered:
+                    self._books.note(Committed(active=active))
             return fresh
 
     def _check(self, active: ActiveRequest, anchors: Anchors, num_tokens: int, slots: tuple[int, ...]) -> None:

@@ -122,10 +122,14 @@ class Float64Engine:
 
     # -- a request
 
-    def begin(self, prompt: list[int], num_outputs: int) -> Served:
-        """Match it."""
+    def request_of(self, prompt: list[int]) -> Request:
+        """One more."""
         self.num_requests += 1
-        request = Request(request_id=str(self.num_requests), prompt_token_ids=prompt)
+        return Request(request_id=str(self.num_requests), prompt_token_ids=prompt)
+
+    def begin(self, prompt: list[int], num_outputs: int, request: Request | None = None) -> Served:
+        """Match it."""
+        request = request if request is not None else self.request_of(prompt)
         sequence = Served(request, prompt, num_outputs, list(prompt))
         self._match(sequence)
         return sequence

@@ -35,7 +35,7 @@ def check_all(
         if books.rows is not None:
             rows = [active.rows for active in requests if active.rows is not None]
             kept = [prefix.checkpoint for prefix in books.pinned.values() if prefix.checkpoint is not None]
-            kept += stored.checkpoints
+            kept += [*stored.checkpoints, *road.sends.checkpoints]
             cargoes = [each.cargo for each in held.transfers if isinstance(each.cargo, ImageLanding | UnitCopy)]
             moving = [cargo for cargo in cargoes if cargo.pins]
             used = [each.kept_units for each in held.transfers if each.kept_units]  # by who ran ahead of their loads
