@@ -220,10 +220,9 @@ def _why_not(receive: Receive, prefetch: StoragePrefetch | None) -> Why | None:
         return "cancelled", "it is not wanted any more, or the store is to be quiet"
     if prefetch is None:
         return "refused", "storage was not asked: it is away, busy, or slower than computing so few tokens"
-    if prefetch.num_landed < (num_wanted := receive.num_blocks if prefetch.stops else prefetch.num_wanted):
+    num_wanted = receive.num_blocks if prefetch.stops else prefetch.num_wanted  # of a hybrid model: with a checkpoint
+    if prefetch.num_landed < num_wanted:
         return "failed", f"{prefetch.num_landed} of {num_wanted} blocks came from storage"
-    if prefetch.stops and not prefetch.has_checkpoint:
-        return "failed", "the blocks came from storage, and the checkpoint behind them did not"
     return None
 
 

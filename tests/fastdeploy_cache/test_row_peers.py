@@ -171,6 +171,54 @@ def test_a_checkpoint_that_is_gone_from_the_store_fails_the_receive(pair: Pair) 
     pair.check()
 
 
+def test_an_image_that_does_not_come_fails_the_receive(pair: Pair) -> None:
+    """All blocks have come by then: they serve nobody, and none of them stays."""
+    send = pair.handed()
+    pair.reads.holds = {TaskKind.PREFETCH}
+    request, receive = pair.received(send.offer)
+    while not is_page(names_of(pair.reads.tasks[0])[0]):
+        pair.reads.step()
+    assert not receive.done
+    for key in pages_of(pair.objects):
+        del pair.objects[key]
+    pair.reads.go("the connection was lost")
+    assert receive.reason == "failed", receive.error
+    assert pair.decode.match(request).wait(5.0).num_tokens == 0
+    pair.decode.release(request)
+    pair.check()
+
+
+def test_an_earlier_checkpoint_is_not_that_of_the_offer(pair: Pair) -> None:
+    """The prompt before left one on the same path, and this one leaves none."""
+    pair.prefill.release(computed(pair.prefill, "before", TEXT[:10]))
+    request, _, send = pair.offered(TEXT)
+    pair.prefill.commit(request, len(TEXT))
+    assert not send.done
+    pair.prefill.release(request)
+    assert send.reason == "failed"
+    pair.check()
+
+
+def test_an_offer_ends_in_front_of_an_image(pair: Pair) -> None:
+    """As its checkpoint does; the receive succeeds, though more whole blocks are behind."""
+    images = (Image(offset=14, length=3, hash=b"i" * 32),)
+    request = Request(request_id="a", prompt_token_ids=TEXT, images=images)
+    match = pair.prefill.match(request)
+    assert match.checkpoint_tokens[-1] == 12
+    new = pair.prefill.rows.allocate(request, 5)
+    send = pair.prefill.peers.offer(request)
+    pair.prefill.rows.snapshot(request, 12, new.tables[0].block_ids)
+    for num_tokens in (12, len(TEXT)):
+        pair.prefill.commit(request, num_tokens)
+    pair.prefill.release(request)
+    assert send.succeeded and send.num_blocks == 3
+    other = Request(request_id="b", prompt_token_ids=TEXT, images=images)
+    receive = pair.decode.peers.receive(other, send.offer)
+    assert receive.succeeded and pair.decode.match(other).wait(5.0).num_tokens == 12
+    pair.decode.release(other)
+    pair.check()
+
+
 def test_a_short_prompt_has_nothing_to_offer(pair: Pair) -> None:
     """One whole block and no token behind it: nobody could go on there."""
     request, _ = started(pair.prefill, "a", TEXT[:4])
