@@ -57,7 +57,8 @@ def test_show_has_a_line_for_each_group(tmp_path: Path) -> None:
     (tmp_path / "cache.toml").write_text(TABLES)
     file = str(tmp_path / "cache.toml")
     words = CliRunner().invoke(app, ["config", "show", file]).stdout
-    assert "* layout.groups[1]  " in words and '{kind = "window", layers = [1], reach_tokens = 10}' in words
+    window = '{kind = "window", layers = [1], reach_tokens = 10, own_units = false}'
+    assert "* layout.groups[1]  " in words and window in words
     found = json.loads(CliRunner().invoke(app, ["config", "show", file, "--json"]).stdout)
     parts = found["layout.groups[2]"]["value"]["parts"]
     assert [part["name"] for part in parts] == ["conv", "ssm"]

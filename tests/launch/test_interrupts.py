@@ -114,7 +114,9 @@ def test_a_benchmark(arguments: list[str], words: str, tmp_path: Path) -> None:
         assert process.stdout is not None
         assert any(words in said for said in process.stdout)
         assert interrupted(process) == ("fastdeploy-cache: interrupted\n", [])
-    assert list(folder.iterdir()) == [] and not new_shm_files(shm)
+    # Python writes these words into a folder before it uses it for temporary files: who is killed then leaves them
+    left = [each for each in folder.iterdir() if not (each.is_file() and each.read_bytes() in (b"", b"blat"))]
+    assert left == [] and not new_shm_files(shm)
     facts = json.loads(found.read_text())
     assert facts["interrupted"] is True and facts["machine"] and isinstance(facts["figures"], list)
 

@@ -182,36 +182,24 @@ MENDED: tuple[tuple[Planted, str], ...] = (
     _mend(
         "copies are given out while a caller's load reads them",
         f"{_NO_MEMORY}test_a_copy_that_is_read_is_not_spare",
-        ("callers.copies", "BlockCopies.swap_in", "copies.begin_reading(sources)", "pass"),
-        (
-            "callers.copies",
-            "BlockCopies.swap_in",
-            "end = functools.partial(copies.end_reading, sources)",
-            "end = lambda: None",
-        ),
+        ("callers.copies", "BlockCopies.swap_in", "Reading((self._books.pools[CPU], sources))", "Reading()"),
     ),
     _mend(
         "a caller's copies are listed to go home",
         f"{_COPIES}test_a_callers_copies_go_home_without_memory",
         (
             "callers.copies",
-            "BlockCopies._end_cpu",
-            "pool.free_each((i for i in destinations if pool.owner(i) is TASK), TASK)",
-            'pool.free(array("i", [i for i in destinations if pool.owner(i) is TASK]), TASK)',
+            "BlockCopies._copy_down",
+            "free_left(self._books.pools[CPU], destinations)",
+            (
+                "pool = self._books.pools[CPU]; "
+                'pool.free(array("i", [i for i in destinations if pool.owner(i) is TASK]), TASK)'
+            ),
         ),
     ),
     _mend(
         "a caller's copies that cannot be told of never end",
         f"{_COPIES}test_copies_that_cannot_be_told_of_have_come",
-        (
-            "callers.copies",
-            "BlockCopies._end_copies",
-            "        if num_joined:\n            path, _",
-            (
-                "    except MemoryError:\n        self._tree.mishaps.note('landing')\n        num_joined = 0\n"
-                "    try:\n        if num_joined:\n            path, _"
-            ),
-        ),
         (
             "callers.copies",
             "BlockCopies._end_copies",
@@ -222,7 +210,7 @@ MENDED: tuple[tuple[Planted, str], ...] = (
     _mend(
         "a swap out of before a reset joins",
         f"{_COPIES}test_what_was_copied_before_a_reset_is_not_found",
-        ("callers.copies", "BlockCopies.swap_out", "succeeded and began == self._tree.generation", "succeeded"),
+        ("callers.copies", "BlockCopies._copy_down", "succeeded and began == self._tree.generation", "succeeded"),
     ),
     # -- storage
     _mend(

@@ -58,7 +58,7 @@ ALL = (
     ),
     _planted(
         "a caller's copy of before a reset joins",
-        ("callers.copies", "BlockCopies.swap_out", "succeeded and began == self._tree.generation", "succeeded"),
+        ("callers.copies", "BlockCopies._copy_down", "succeeded and began == self._tree.generation", "succeeded"),
     ),
     _planted(
         "a request publishes after a reset",
