@@ -147,6 +147,9 @@ class Checkpoints:
         if checkpoint.num_pins:
             self.num_pinned_pages += len(pages)
         self.came(checkpoint, CPU)
+        if not pages and checkpoint.units is None:  # of chunks, where they end: there is nothing to load
+            checkpoint.units = b""
+            self.came(checkpoint, GPU)
         return True
 
     def restore(self, run: Run, end: int, boundary: int, pages: array[int]) -> Checkpoint | None:

@@ -72,7 +72,9 @@ class AnchoredCopies:
     def _checkpoint_at(self, path: list[Run], boundary: int) -> Checkpoint | None:
         """The checkpoint behind so many blocks of a path, if the CPU tier has its image."""
         found = self._rows.deepest_within(path, boundary)
-        return found if found is not None and found.boundary == boundary and found.pages is not None else None
+        if found is None or found.boundary != boundary:
+            return None
+        return found if found.pages is not None or not self._checkpoints.sizes.num_pages(boundary) else None
 
     def _begun(self, sends: Sequence[Callable[[], Transfer]], num_blocks: int, boundary: int | None) -> CallerTransfer:
         """Send these one after the other. Where memory runs out between two, the first is on its way: as one that will
@@ -93,7 +95,8 @@ class AnchoredCopies:
     def swap_in(
         self, path: list[Run], first_block: int, sources: array[int], ids: array[int], units: Sequence[Sequence[int]]
     ) -> CallerTransfer:
-        """See `BlockCopies.swap_in`. `sources`: those of the blocks behind `first_block` that are in the CPU tier."""
+        """See `BlockCopies.swap_in`. `path`: none, where it has not all of these blocks. `sources`: those of the blocks
+        behind `first_block` that are in the CPU tier."""
         boundary = first_block + len(ids)
         by_row = self._units.checked(units, boundary, may_leave_out=True)
         checkpoint = self._checkpoint_at(path, boundary)
@@ -266,13 +269,17 @@ class AnchoredCopies:
         """The checkpoint of these pages; None: another one has made it meanwhile."""
         run, end = self._tree.place(path, landing.boundary)
         assert run is not None
-        checkpoint = self._checkpoints.restore(run, end, landing.boundary, landing.pages)
-        if checkpoint is not None:
-            try:
-                self._rows.limit_path(checkpoint, self._most_inner)
-            finally:
-                self._checkpoints.unpin(checkpoint)
-        return checkpoint
+        path_pin = self._tree.move_pin(None, run, end)  # one that is there already may be pinned with its path alone
+        try:
+            checkpoint = self._checkpoints.restore(run, end, landing.boundary, landing.pages)
+            if checkpoint is not None:
+                try:
+                    self._rows.limit_path(checkpoint, self._most_inner)
+                finally:
+                    self._checkpoints.unpin(checkpoint)
+            return checkpoint
+        finally:
+            self._tree.move_pin(path_pin, None, 0)
 
 
 def free_left(pool: BlockPool, ids: Iterable[int]) -> None:

@@ -119,6 +119,7 @@ class BlockCopies:
             path, num_found = self._finder.find(request, first_block + len(ids))
             sources = cpu_ids(path, first_block, num_found)
             if self._anchored is not None:
+                path = path if num_found == first_block + len(ids) else []
                 return self._anchored.swap_in(path, first_block, sources, ids, self._given(units))
             self._refuse(units)
             if not sources or not self._mover.can(TaskKind.SWAP_IN):
@@ -152,13 +153,15 @@ class BlockCopies:
 
         Raises:
             BlockOwnerError: a block or a unit is not the caller's, or is given twice; nothing was changed.
-            RequestError: units of other rows or of another boundary; or the blocks before `first_block` of a hybrid
-                model are not cached. Nothing was changed.
+            RequestError: more blocks than the tokens fill; units of other rows or of another boundary; or the blocks
+                before `first_block` of a hybrid model are not cached. Nothing was changed.
         """
         ids, keys, first_block = as_ids(block_ids), self._finder.keys(request), as_first(first_block)
+        if (num_blocks := first_block + len(ids)) > request.num_tokens // self._config.block_size:
+            raise RequestError(f"swap_out of {num_blocks} blocks for {request.num_tokens} tokens; only full ones count")
         with self._books:
             self._own[GPU].check(ids)
-            path, num_found = self._tree.find(request.namespace, keys, first_block + len(ids))
+            path, num_found = self._tree.find(request.namespace, keys, num_blocks)
             enabled = self._config.enable_prefix_caching and GPU not in self._books.asleep
             enabled = enabled and self._own[GPU].are_current(ids, generation)
             sequence = Sequenced(request.namespace, keys, path, num_found)

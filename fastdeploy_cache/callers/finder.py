@@ -7,7 +7,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.path import usable_end
 from fastdeploy_cache.books.run import GPU, Run
 from fastdeploy_cache.config.cache import CacheConfig
-from fastdeploy_cache.request import Request
+from fastdeploy_cache.request import Request, no_request
 
 
 class Finder:
@@ -18,14 +18,17 @@ class Finder:
 
     def keys(self, request: Request) -> BlockKeys:
         """What its blocks are found by."""
+        if not isinstance(request, Request):
+            raise no_request(request)
         return request.keys(self._size)
 
     def find(self, request: Request, num_blocks: int | None = None) -> tuple[list[Run], int]:
         """The runs of its longest cached prefix, at most `num_blocks` blocks, and how many blocks that is."""
         self._books.check_open()
+        keys = self.keys(request)
         most = request.num_tokens // self._size
         most = most if num_blocks is None else min(most, num_blocks)
         if GPU in self._books.asleep:
             return [], 0
-        path, num_found = self._books.tree.find(request.namespace, self.keys(request), most)
+        path, num_found = self._books.tree.find(request.namespace, keys, most)
         return path, usable_end(request, num_found, self._size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from array import array
 from collections.abc import Iterable, Sequence
 
@@ -12,6 +11,7 @@ from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.movement.cargo import CallersBlocks
+from fastdeploy_cache.request import whole_number
 
 
 class Filling:
@@ -142,7 +142,7 @@ def cargo_of(
 
 def as_first(first_block: int) -> int:
     """The number of a block."""
-    first = operator.index(first_block)
+    first = whole_number(first_block, "first_block")
     if first < 0:
         raise RequestError(f"first_block is {first}; blocks of a sequence are counted from 0")
     return first

@@ -13,6 +13,7 @@ from fastdeploy_cache.books.unit_pool import UnitPool
 from fastdeploy_cache.callers.own_blocks import OwnIds, as_ids
 from fastdeploy_cache.errors import OutOfBlocksError, RequestError
 from fastdeploy_cache.movement.images import ImageMover
+from fastdeploy_cache.request import whole_number
 from fastdeploy_cache.transfer_manager.task import LEFT_OUT
 
 
@@ -31,6 +32,8 @@ class CallerUnits:
 
     def positions(self, num_blocks: int) -> tuple[range, ...]:
         """The blocks of which a checkpoint behind the first `num_blocks` of a sequence has units, by row."""
+        if whole_number(num_blocks, "num_blocks") < 0:
+            raise RequestError(f"positions behind {num_blocks} blocks; give 0 or more")
         with self._books:
             counts = self._sizes("blocks.units.positions").counts(operator.index(num_blocks))
         return tuple([range(num_blocks - count, num_blocks) for count in counts])
@@ -41,7 +44,7 @@ class CallerUnits:
         Raises:
             OutOfBlocksError: not that many can be had now; nothing was changed.
         """
-        num_units = operator.index(num_units)
+        num_units = whole_number(num_units, "num_units")
         if num_units < 0:
             raise RequestError(f"allocate of {num_units} units; give 0 or more")
         with self._books:
@@ -78,7 +81,10 @@ class CallerUnits:
             BlockOwnerError: one is not the caller's, or is given twice.
         """
         sizes = self._sizes("a checkpoint")
-        counts, found = sizes.counts(boundary), [as_ids(each, "units") for each in units]
+        counts = sizes.counts(boundary)
+        if not isinstance(units, Sequence) or any(isinstance(each, int) for each in units):
+            raise RequestError(f"units are {units!r:.80}; give a list of ids for each row behind the full one")
+        found = [as_ids(each, "units") for each in units]
         if len(found) != len(counts):
             raise RequestError(f"units of {len(found)} rows; the model has {len(counts)} behind the full one")
         for number, (ids, count) in enumerate(zip(found, counts, strict=True)):
@@ -103,7 +109,7 @@ class CallerUnits:
 
     def _pool(self, verb: str, row: int) -> UnitPool:
         rows = self._sizes(verb).rows
-        if not 0 <= operator.index(row) < len(rows):
+        if not 0 <= whole_number(row, "row") < len(rows):
             raise RequestError(f"{verb} of row {row}; rows behind the full one are 0 to {len(rows) - 1}")
         assert self._books.rows is not None
         return self._books.rows.checkpoints.pools[row]

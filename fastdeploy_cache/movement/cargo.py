@@ -118,10 +118,12 @@ class CallersBlocks:
         return 0
 
     def end(self, succeeded: bool) -> None:
-        while self.pins:
-            self._books.tree.unpin(self.pins[-1])
-            self.pins.pop()
-        self.give(succeeded)
+        try:
+            self.give(succeeded)  # first: of a hybrid model, what it continues may go as soon as nobody pins it
+        finally:
+            while self.pins:
+                self._books.tree.unpin(self.pins[-1])
+                self.pins.pop()
 
     def give(self, succeeded: bool) -> None:
         """The ids go to whom they belong now. Where the task could not be sent at all, this is all there is to do."""

@@ -86,7 +86,12 @@ class Peers:
             road, active = self._road_for("offer", "decode"), self._requests.active(request)
             num_blocks = road.num_offered(request)
             if not num_blocks or request.request_id in road.sends:
-                why = "is offered already" if num_blocks else f"has {request.num_tokens} tokens, no full block"
+                behind = "" if self._books.rows is None else " with a token behind it"
+                why = (
+                    f"has {request.num_tokens} tokens, no full block{behind}"
+                    if not num_blocks
+                    else "is offered already"
+                )
                 raise RequestError(f"offer of request {request.request_id!r}, which {why}")
             matcher.settle(active)
             if active.is_detached or matcher.is_stale(active) or matcher.is_lost(active):

@@ -108,7 +108,7 @@ class StoredSends:
                 mine.pin = self._tree.move_pin(None, run, end)
             assert mine.pin is not None
             self._storage.write(mine.pin.run.path())
-            self._check(is_idle=False)
+            self._check(is_idle=self._storage.is_idle)  # where nothing could be begun, nothing will end
 
     def _pin_checkpoint(self, rows: RowBooks, mine: _Stored, run: Run, end: int) -> bool:
         checkpoint = deepest_within(run, end)

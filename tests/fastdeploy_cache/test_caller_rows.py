@@ -13,7 +13,7 @@ from fastdeploy_cache.errors import BlockOwnerError, OutOfBlocksError, RequestEr
 from fastdeploy_cache.transfer_manager.kv.groups import KVGroup
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.task import LEFT_OUT
-from tests.rigs.hybrid_requests import BOTH, TEXT, UNIFORM, manager, picture
+from tests.rigs.hybrid_requests import BOTH, TEXT, UNIFORM, computed, manager, picture, started
 from tests.rigs.scarce_memory import no_memory
 from tests.rigs.simulated_client import SimulatedClient
 
@@ -194,6 +194,82 @@ def test_a_checkpoint_without_units_has_nothing_to_copy() -> None:
     assert again.num_checkpoint_blocks == 2 and again.succeeded and caller.boundary(short) == 2
     up = caller.blocks.copies.swap_in(short, [], first_block=2, units=[[]])
     assert up.num_checkpoint_blocks == 2 and up.succeeded and not caller.client.tasks
+    caller.cache.check_invariants()
+    caller.cache.close()
+
+
+def test_more_blocks_than_the_tokens_fill_are_refused(caller: Caller) -> None:
+    """Blocks without tokens of their own would be any continuation's. Uniform models likewise."""
+    ids, units = caller.own(5, 5)
+    with pytest.raises(RequestError, match="swap_out of 5 blocks for 18 tokens; only full ones count"):
+        caller.blocks.copies.swap_out(FOUR, ids, units=units)
+    plain = Caller(UNIFORM, num_rows=0)
+    with pytest.raises(RequestError, match="swap_out of 5 blocks for 18 tokens"):
+        plain.blocks.copies.swap_out(FOUR, plain.blocks.allocate(2), first_block=3)
+    assert plain.blocks.lookup(FOUR).num_blocks == 0
+    plain.cache.close()
+
+
+def test_a_checkpoint_alone_is_that_of_its_prompt(caller: Caller) -> None:
+    """Another prompt shares the first block, and nobody has its fourth: no unit is filled, also without blocks."""
+    caller.store()
+    caller.client.land_all()
+    other = Request(request_id="other", prompt_token_ids=[*TEXT[:4], *range(60, 74)])
+    _, units = caller.own(0, 4)
+    assert caller.blocks.copies.swap_in(other, [], first_block=4, units=units).num_checkpoint_blocks is None
+    assert caller.blocks.copies.swap_in(FOUR, [], first_block=4, units=units).num_checkpoint_blocks == 4
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_makes_room_does_not_take_what_is_gone_on_from(first: int) -> None:
+    """Room for the second copy comes from the checkpoint behind the first: full KV in front of it stays, and both are
+    found, though nothing but the copy holds that on its way."""
+    caller = Caller(num_cpu_blocks=6)
+    ids, units = caller.own(1, 1)
+    assert caller.blocks.copies.swap_out(FOUR, ids, units=units).num_checkpoint_blocks == 1
+    caller.client.land_all()
+    assert caller.boundary() == 1
+    ids, units = caller.own(3 - first, 3)
+    longer = caller.blocks.copies.swap_out(FOUR, ids, first_block=first, units=units)
+    assert longer.num_checkpoint_blocks == 3 and caller.boundary() == 0
+    caller.client.land_all()
+    assert longer.succeeded and caller.boundary() == 3
+    caller.cache.check_invariants()
+    caller.cache.close()
+
+
+def test_a_checkpoint_that_requests_have_made_gets_its_image() -> None:
+    """It is on the GPU alone, and so is its full KV: the caller's copy gives it pages, and nothing stays behind."""
+    caller = Caller(cpu_write_policy="write_through_selective")
+    caller.cache.release(computed(caller.cache, "made", TEXT))
+    assert caller.boundary() == 4
+    transfer, _, units = caller.store()
+    assert transfer.num_blocks == 0 and transfer.num_checkpoint_blocks == 4
+    caller.client.land_all()
+    assert transfer.succeeded and not any(caller.cache.stats().num_failed_steps.values())
+    assert caller.blocks.copies.swap_in(FOUR, [], first_block=4, units=units).num_checkpoint_blocks == 4
+    caller.client.land_all()
+    caller.cache.check_invariants()
+    caller.cache.reset()
+    assert caller.cache.stats().cpu.num_free == NUM_CPU
+    caller.cache.close()
+
+
+def test_a_checkpoint_without_units_from_below_is_hit_on_the_gpu() -> None:
+    """Behind a whole chunk there is nothing to load, so a match goes on there as soon as the full KV is on the GPU; and
+    a caller loads the full KV behind which a request has made one."""
+    chunk = KVGroup(kind="chunk", reach_tokens=8, layers=(1,))
+    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, groups=(KVGroup(kind="full", layers=(0,)), chunk))
+    caller = Caller(layout, num_rows=1)
+    request, _ = started(caller.cache, "long", list(range(24)))
+    caller.cache.commit(request, 18)
+    short = Request(request_id="two blocks", prompt_token_ids=[*range(8), 91, 92, 93])
+    assert caller.blocks.copies.swap_out(short, [], first_block=2, units=[[]]).num_checkpoint_blocks == 2
+    match = caller.cache.match(short)
+    assert match.num_tokens == 8 and not match.num_coming_tokens
+    caller.cache.release(short)
+    caller.cache.release(request)
+    caller.client.land_all()
     caller.cache.check_invariants()
     caller.cache.close()
 

@@ -26,12 +26,12 @@ END = 16  # tokens of TEXT in front of which the last checkpoint lies
 PEER = PeerConfig(link="storage", weights_id="w", name="it")
 
 
-def instance(layout: KVLayout = BOTH) -> PrefixCacheManager:
+def instance(layout: KVLayout = BOTH, **fields: Any) -> PrefixCacheManager:
     """One whose store is attached later, by the test."""
     units = {"num_gpu_units": (12,)} if len(layout.groups) == 2 else {}
     given: dict[str, Any] = {"block_size": 4, "num_gpu_blocks": 16, "transfer_client": "inline", "max_running": 3}
     config = CacheConfig(
-        **{**given, **FIELDS, **units, "layout": layout, "peer": PEER},
+        **{**given, **FIELDS, **units, "layout": layout, "peer": PEER, **fields},
         storage=StorageConfig(kind="valkey", server_url="redis://nowhere:1", weights_id="w"),
     )
     object.__setattr__(config, "storage", None)  # the configuration asks for a real one
@@ -112,6 +112,18 @@ def test_a_send_lasts_until_its_checkpoint_is_stored(pair: Pair) -> None:
     assert send.succeeded and pages_of(pair.objects)
     pair.check()
     assert not pair.prefill.peers.road.sends.pins and not list(pair.prefill.peers.road.sends.checkpoints)
+
+
+@pytest.mark.parametrize("num_cpu_blocks", [4, 5, 6])
+def test_a_send_for_which_there_is_no_room_fails_at_once(num_cpu_blocks: int) -> None:
+    """Not at its deadline: where nothing can be copied down, or not the image, nothing more will happen."""
+    prefill = instance(num_cpu_blocks=num_cpu_blocks)
+    with stored_in(prefill, {}):
+        request = computed(prefill, "a", TEXT)
+        send = prefill.peers.offer(request)
+        prefill.release(request)
+        assert send.reason == "failed" and "has not taken all of it" in str(send.error)
+        prefill.check_invariants()
 
 
 def test_a_snapshot_behind_the_commit_sends_it(pair: Pair) -> None:
@@ -222,7 +234,7 @@ def test_an_offer_ends_in_front_of_an_image(pair: Pair) -> None:
 def test_a_short_prompt_has_nothing_to_offer(pair: Pair) -> None:
     """One whole block and no token behind it: nobody could go on there."""
     request, _ = started(pair.prefill, "a", TEXT[:4])
-    with pytest.raises(RequestError, match="no full block"):
+    with pytest.raises(RequestError, match="no full block with a token behind it"):
         pair.prefill.peers.offer(request)
     pair.prefill.release(request)
 

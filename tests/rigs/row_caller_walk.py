@@ -131,9 +131,9 @@ class RowCaller:
         request, blocks = self.request(), self.cache.blocks
         found = blocks.lookup(request, touch=self.choose.random() < 0.5)
         boundary = found.num_checkpoint_blocks or 0
-        if self.choose.random() < 0.1:
+        if self.choose.random() < 0.3:
             boundary = request.num_tokens // SIZE
-        first = self.choose.randint(0, boundary)
+        first = boundary if self.choose.random() < 0.2 else self.choose.randint(0, boundary)
         lent = self.lend(first, boundary, some=True)
         if lent is None or not boundary:
             return
@@ -237,6 +237,8 @@ class RowCaller:
                     verb(request, ids, units=wrong)
         with pytest.raises((RequestError, BlockOwnerError)):
             blocks.copies.swap_out(request, ids, units=[[LEFT_OUT] * len(each) for each in units])
+        with pytest.raises(RequestError):  # more than the tokens fill
+            blocks.copies.swap_out(request, ids, first_block=1, units=units)
         if found < boundary:
             with pytest.raises(RequestError):
                 blocks.copies.swap_out(request, ids[found + 1 :], first_block=found + 1, units=units)
