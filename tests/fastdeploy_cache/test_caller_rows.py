@@ -255,9 +255,23 @@ def test_a_checkpoint_that_requests_have_made_gets_its_image() -> None:
     caller.cache.close()
 
 
+def test_a_request_that_makes_the_same_meanwhile() -> None:
+    """It has its checkpoint on the GPU when the caller's copies have come, and has left: nobody keeps that, and its
+    image is what has come."""
+    caller = Caller(cpu_write_policy="write_through_selective")
+    transfer, _, _ = caller.store()
+    caller.cache.release(computed(caller.cache, "made", TEXT))
+    caller.client.land_all()
+    assert transfer.succeeded and not any(caller.cache.stats().num_failed_steps.values())
+    ids, units = caller.own(0, 4)
+    assert caller.blocks.copies.swap_in(FOUR, ids, first_block=4, units=units).num_checkpoint_blocks == 4
+    caller.client.land_all()
+    caller.cache.check_invariants()
+    caller.cache.close()
+
+
 def test_a_checkpoint_without_units_from_below_is_hit_on_the_gpu() -> None:
-    """Behind a whole chunk there is nothing to load, so a match goes on there as soon as the full KV is on the GPU; and
-    a caller loads the full KV behind which a request has made one."""
+    """Behind a whole chunk there is nothing to load, so a match goes on there as soon as the full KV is on the GPU."""
     chunk = KVGroup(kind="chunk", reach_tokens=8, layers=(1,))
     layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, groups=(KVGroup(kind="full", layers=(0,)), chunk))
     caller = Caller(layout, num_rows=1)
@@ -270,6 +284,23 @@ def test_a_checkpoint_without_units_from_below_is_hit_on_the_gpu() -> None:
     caller.cache.release(short)
     caller.cache.release(request)
     caller.client.land_all()
+    caller.cache.check_invariants()
+    caller.cache.close()
+
+
+def test_a_checkpoint_without_units_that_a_request_has_made_is_loaded() -> None:
+    """It has no image, and needs none: the full KV in front of it is all that a caller loads."""
+    chunk = KVGroup(kind="chunk", reach_tokens=8, layers=(1,))
+    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, groups=(KVGroup(kind="full", layers=(0,)), chunk))
+    caller = Caller(layout, num_rows=1, cpu_write_policy="write_through")
+    request, _ = started(caller.cache, "made", TEXT[:9])
+    caller.cache.commit(request, 9)
+    caller.cache.release(request)
+    caller.client.land_all()
+    up = caller.blocks.copies.swap_in(request, caller.blocks.allocate(2), units=[[]])
+    assert up.num_checkpoint_blocks == 2 == up.num_blocks
+    caller.client.land_all()
+    assert up.succeeded
     caller.cache.check_invariants()
     caller.cache.close()
 

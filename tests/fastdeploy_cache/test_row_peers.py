@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fastdeploy_cache import CacheConfig, PeerConfig, PrefixCacheManager, Request, StorageConfig
+from fastdeploy_cache import CacheConfig, PeerConfig, PrefixCacheManager, Request, StorageConfig, Tier
 from fastdeploy_cache.errors import ConfigError, PeerRefusedError, RequestError
 from fastdeploy_cache.peers.transfers import Receive, Send
 from fastdeploy_cache.request import Image
@@ -114,11 +114,12 @@ def test_a_send_lasts_until_its_checkpoint_is_stored(pair: Pair) -> None:
     assert not pair.prefill.peers.road.sends.pins and not list(pair.prefill.peers.road.sends.checkpoints)
 
 
-@pytest.mark.parametrize("num_cpu_blocks", [4, 5, 6])
-def test_a_send_for_which_there_is_no_room_fails_at_once(num_cpu_blocks: int) -> None:
+@pytest.mark.parametrize("num_free", [0, 3, 4, 6])
+def test_a_send_for_which_there_is_no_room_fails_at_once(num_free: int) -> None:
     """Not at its deadline: where nothing can be copied down, or not the image, nothing more will happen."""
-    prefill = instance(num_cpu_blocks=num_cpu_blocks)
+    prefill = instance(num_cpu_blocks=8)
     with stored_in(prefill, {}):
+        prefill.blocks.allocate(8 - num_free, Tier.CPU)
         request = computed(prefill, "a", TEXT)
         send = prefill.peers.offer(request)
         prefill.release(request)
