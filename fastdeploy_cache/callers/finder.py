@@ -18,9 +18,12 @@ class Finder:
 
     def keys(self, request: Request) -> BlockKeys:
         """What its blocks are found by."""
-        if not isinstance(request, Request):
-            raise no_request(request)
-        return request.keys(self._size)
+        try:
+            return request.keys(self._size)
+        except AttributeError:
+            if isinstance(request, Request):
+                raise
+            raise no_request(request) from None
 
     def find(self, request: Request, num_blocks: int | None = None) -> tuple[list[Run], int]:
         """The runs of its longest cached prefix, at most `num_blocks` blocks, and how many blocks that is."""

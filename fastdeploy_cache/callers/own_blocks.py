@@ -142,7 +142,7 @@ def cargo_of(
 
 def as_first(first_block: int) -> int:
     """The number of a block."""
-    first = whole_number(first_block, "first_block")
+    first = first_block if type(first_block) is int else whole_number(first_block, "first_block")
     if first < 0:
         raise RequestError(f"first_block is {first}; blocks of a sequence are counted from 0")
     return first

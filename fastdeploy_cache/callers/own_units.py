@@ -82,9 +82,10 @@ class CallerUnits:
         """
         sizes = self._sizes("a checkpoint")
         counts = sizes.counts(boundary)
-        if not isinstance(units, Sequence) or any(isinstance(each, int) for each in units):
-            raise RequestError(f"units are {units!r:.80}; give a list of ids for each row behind the full one")
-        found = [as_ids(each, "units") for each in units]
+        try:
+            found = [as_ids(each, "units of a row") for each in units]
+        except TypeError:
+            raise RequestError(f"units are {units!r:.80}; give a list of ids for each row") from None
         if len(found) != len(counts):
             raise RequestError(f"units of {len(found)} rows; the model has {len(counts)} behind the full one")
         for number, (ids, count) in enumerate(zip(found, counts, strict=True)):

@@ -348,7 +348,7 @@ def test_units_that_cannot_be_of_the_boundary_are_refused(caller: Caller) -> Non
             verb(FOUR, ids, units=units[:1])
         with pytest.raises(RequestError, match="1 units of the row 'window 6'; a checkpoint behind 4 blocks has 2"):
             verb(FOUR, ids, units=[units[0], units[1][:1]])
-        with pytest.raises(RequestError, match="units are"):
+        with pytest.raises(RequestError, match="units of a row are"):
             verb(FOUR, ids, units=[units[0], ["a", "b"]])  # type: ignore[list-item]
         with pytest.raises(BlockOwnerError, match="is given twice"):
             verb(FOUR, ids, units=[units[0], units[1][:1] * 2])
