@@ -379,3 +379,20 @@ def test_rows_and_their_units_are_named_where_they_are_refused(caller: Caller) -
             with pytest.raises(RequestError, match="units are given, and all layers of this model keep everything"):
                 verb(FOUR, ids, units=[[0]])
         cache.blocks.free(ids)
+
+
+def test_what_is_no_number_or_no_request_is_named(caller: Caller) -> None:
+    """As an error of ours, whatever was given, and nothing is changed."""
+    units, copies, before = caller.blocks.units, caller.blocks.copies, picture(caller.cache)
+    for call, words in (
+        (lambda: units.positions(-1), "positions behind -1 blocks; give 0 or more"),
+        (lambda: units.positions("x"), "num_blocks is 'x'; give a whole number"),
+        (lambda: units.allocate(0, 1.5), "num_units is 1.5; give a whole number"),
+        (lambda: units.allocate("x", 1), "row is 'x'; give a whole number"),
+        (lambda: copies.swap_in(FOUR, [], first_block=1.5, units=[[], []]), "first_block is 1.5; give a whole number"),
+        (lambda: copies.swap_in(FOUR, [], units=5), "units are 5; give a list of ids for each row"),
+        (lambda: copies.swap_in(None, [], units=[[], []]), "a NoneType was given in the place of a request"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            call()  # type: ignore[no-untyped-call]
+    assert picture(caller.cache) == before
