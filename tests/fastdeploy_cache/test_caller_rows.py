@@ -13,11 +13,13 @@ from fastdeploy_cache.errors import BlockOwnerError, OutOfBlocksError, RequestEr
 from fastdeploy_cache.transfer_manager.kv.groups import KVGroup
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.task import LEFT_OUT
-from tests.rigs.hybrid_requests import BOTH, TEXT, UNIFORM, computed, manager, picture, started
+from tests.rigs.hybrid_requests import BOTH, FULL, TEXT, UNIFORM, computed, manager, picture, started
 from tests.rigs.scarce_memory import no_memory
 from tests.rigs.simulated_client import SimulatedClient
 
 NUM_CPU = 12
+CHUNK = KVGroup(kind="chunk", reach_tokens=8, layers=(1,))
+CHUNKS = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, groups=(FULL, CHUNK))
 FOUR = Request(request_id="four blocks", prompt_token_ids=TEXT)
 
 
@@ -182,9 +184,7 @@ def test_a_checkpoint_behind_blocks_that_are_there(caller: Caller) -> None:
 
 def test_a_checkpoint_without_units_has_nothing_to_copy() -> None:
     """Behind a whole chunk nothing but full KV is read: it is there as soon as the blocks are."""
-    chunk = KVGroup(kind="chunk", reach_tokens=8, layers=(1,))
-    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, groups=(KVGroup(kind="full", layers=(0,)), chunk))
-    caller = Caller(layout, num_rows=1)
+    caller = Caller(CHUNKS, num_rows=1)
     transfer, _, units = caller.store()
     assert units == [[]] and len(caller.client.tasks) == 1
     caller.client.land_all()
@@ -272,9 +272,7 @@ def test_a_request_that_makes_the_same_meanwhile() -> None:
 
 def test_a_checkpoint_without_units_from_below_is_hit_on_the_gpu() -> None:
     """Behind a whole chunk there is nothing to load, so a match goes on there as soon as the full KV is on the GPU."""
-    chunk = KVGroup(kind="chunk", reach_tokens=8, layers=(1,))
-    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, groups=(KVGroup(kind="full", layers=(0,)), chunk))
-    caller = Caller(layout, num_rows=1)
+    caller = Caller(CHUNKS, num_rows=1)
     request, _ = started(caller.cache, "long", list(range(24)))
     caller.cache.commit(request, 18)
     short = Request(request_id="two blocks", prompt_token_ids=[*range(8), 91, 92, 93])
@@ -290,9 +288,7 @@ def test_a_checkpoint_without_units_from_below_is_hit_on_the_gpu() -> None:
 
 def test_a_checkpoint_without_units_that_a_request_has_made_is_loaded() -> None:
     """It has no image, and needs none: the full KV in front of it is all that a caller loads."""
-    chunk = KVGroup(kind="chunk", reach_tokens=8, layers=(1,))
-    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, groups=(KVGroup(kind="full", layers=(0,)), chunk))
-    caller = Caller(layout, num_rows=1, cpu_write_policy="write_through")
+    caller = Caller(CHUNKS, num_rows=1, cpu_write_policy="write_through")
     request, _ = started(caller.cache, "made", TEXT[:9])
     caller.cache.commit(request, 9)
     caller.cache.release(request)
