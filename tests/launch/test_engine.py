@@ -10,7 +10,7 @@ import pytest
 
 from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.launch.reference_engine.generation import GenerationError
-from tests.rigs.echo_engine import VOCABULARY, LateClient, expected, finish, make
+from tests.rigs.echo_engine import LateClient, converse, expected, finish, make
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -18,17 +18,7 @@ def test_every_answer_is_the_one_computed_alone(seed: int) -> None:
     """Conversations through pools too small for them: evicted, loaded back, preempted, never a wrong token."""
     choose = random.Random(seed)
     cache, engine, _ = make(num_gpu=choose.randint(16, 40), num_cpu=choose.choice((0, 30, 200)))
-    with cache:
-        histories = [[choose.randrange(VOCABULARY) for _ in range(choose.randint(1, 20))] for _ in range(6)]
-        for _ in range(3):
-            prompts = [[*history, *(choose.randrange(VOCABULARY) for _ in range(5))][:50] for history in histories]
-            generations = [engine.intake.submit(np.array(prompt), 9) for prompt in prompts]
-            finish(engine, generations)
-            for prompt, generation in zip(prompts, generations, strict=True):
-                assert generation.output == expected(prompt, 9)
-            histories = [prompt + g.output for prompt, g in zip(prompts, generations, strict=True)]
-            cache.check_invariants()
-        assert cache.stats().num_requests == 0
+    converse(cache, engine, choose)
 
 
 def test_cached_tokens_are_not_computed_again() -> None:

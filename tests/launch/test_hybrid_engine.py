@@ -27,7 +27,7 @@ from fastdeploy_cache.launch.reference_engine.serving import layout_of, running_
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
 from fastdeploy_cache.launch.server.options import ServeOptions
 from fastdeploy_cache.launch.server.settings import load_config
-from tests.rigs.echo_engine import VOCABULARY, expected, finish
+from tests.rigs.echo_engine import converse, finish
 from tests.rigs.hybrid_echo import make_hybrid
 from tests.rigs.process_ends import SECONDS, pids
 
@@ -38,17 +38,7 @@ def test_every_answer_is_the_one_computed_alone(seed: int) -> None:
     choose = random.Random(seed)
     units = (choose.randint(70, 120), choose.randint(6, 14))
     cache, engine, _ = make_hybrid(choose.randint(24, 40), choose.choice((0, 30, 200)), units)
-    with cache:
-        histories = [[choose.randrange(VOCABULARY) for _ in range(choose.randint(1, 20))] for _ in range(6)]
-        for _ in range(3):
-            prompts = [[*history, *(choose.randrange(VOCABULARY) for _ in range(5))][:50] for history in histories]
-            generations = [engine.intake.submit(np.array(prompt), 9) for prompt in prompts]
-            finish(engine, generations)
-            for prompt, generation in zip(prompts, generations, strict=True):
-                assert generation.output == expected(prompt, 9)
-            histories = [prompt + g.output for prompt, g in zip(prompts, generations, strict=True)]
-            cache.check_invariants()
-        assert cache.stats().num_requests == 0
+    converse(cache, engine, choose)
 
 
 def test_cached_tokens_are_not_computed_again() -> None:

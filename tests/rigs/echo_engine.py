@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -92,3 +93,18 @@ def finish(engine: Engine, generations: Sequence[Generation]) -> None:
             return
         engine.step()
     raise AssertionError("the engine makes no progress")
+
+
+def converse(cache: PrefixCacheManager, engine: Engine, choose: random.Random) -> None:
+    """Three turns of six conversations, closing the cache at the end: every answer is the one computed alone."""
+    with cache:
+        histories = [[choose.randrange(VOCABULARY) for _ in range(choose.randint(1, 20))] for _ in range(6)]
+        for _ in range(3):
+            prompts = [[*history, *(choose.randrange(VOCABULARY) for _ in range(5))][:50] for history in histories]
+            generations = [engine.intake.submit(np.array(prompt), 9) for prompt in prompts]
+            finish(engine, generations)
+            for prompt, generation in zip(prompts, generations, strict=True):
+                assert generation.output == expected(prompt, 9)
+            histories = [prompt + g.output for prompt, g in zip(prompts, generations, strict=True)]
+            cache.check_invariants()
+        assert cache.stats().num_requests == 0
