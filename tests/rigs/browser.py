@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.rigs.storage_servers import free_port
+
 START_SECONDS, ANSWER_SECONDS = 60.0, 60.0
 _OPTIONS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
 
@@ -80,10 +82,18 @@ class Browser:
 @contextmanager
 def browser() -> Iterator[Browser]:
     """A window that is closed again, with its processes."""
-    driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    port = free_port()  # with 0 it takes a port of 127.0.0.1, and ends where somebody has that of ::1
+    command = ["chromedriver", f"--port={port}"]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert driver.stdout is not None
-        port = next(line.split()[-1].rstrip(".") for line in driver.stdout if "successfully on port" in line)
+        said = ""
+        for line in driver.stdout:
+            said += line
+            if "successfully on port" in line:
+                break
+        else:
+            raise AssertionError(f"chromedriver has ended: {said}")
         base = f"http://127.0.0.1:{port}"
         wanted = {"goog:chromeOptions": {"args": _OPTIONS}, "goog:loggingPrefs": {"browser": "ALL"}}
         session = _post(f"{base}/session", {"capabilities": {"alwaysMatch": wanted}})

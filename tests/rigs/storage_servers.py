@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -19,10 +20,20 @@ SECONDS = 30.0
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on now.
+
+    It lies below those that Linux gives to outgoing connections (from 32768). A port from among these is taken again
+    and again between this probe and the server's own bind, and between its end and its next start.
+    """
+    for _ in range(100):
+        port = random.SystemRandom().randrange(16_384, 32_768)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no port of 100 from 16384 to 32767 is free")
 
 
 class Server:

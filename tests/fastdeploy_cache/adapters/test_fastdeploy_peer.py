@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +24,7 @@ from fastdeploy_cache.ipc.peer_channel import make_keys
 from fastdeploy_cache.transfer_manager.kv.memory import KVMemory
 from tests.rigs.fastdeploy_engine import PROMPT, Kernel, Task, give_up_v1, launch, new_config
 from tests.rigs.needs import need_mooncake, need_nixl
+from tests.rigs.storage_servers import free_port
 
 pytestmark = pytest.mark.processes
 
@@ -266,8 +266,8 @@ def test_rdma_by_a_library_with_control_ports(new: New, tmp_path: Path, link: st
     (tmp_path / "keys" / "trusted" / "self.key").write_bytes(keys.read_bytes())
     peer = {**WEIGHTS, "link": link, "keys_folder": str(tmp_path / "keys")}
     theirs = {"cache_transfer_protocol": "rdma"}
-    sender = new("prefill", peer=peer, theirs=theirs | {"local_rdma_comm_ports": [_free_port()]})
-    receiver = new("decode", peer=peer, theirs=theirs | {"local_rdma_comm_ports": [_free_port()]})
+    sender = new("prefill", peer=peer, theirs=theirs | {"local_rdma_comm_ports": [free_port()]})
+    receiver = new("decode", peer=peer, theirs=theirs | {"local_rdma_comm_ports": [free_port()]})
     assert sender.cache.config.peer is not None and sender.cache.config.peer.listen.startswith("tcp://127.0.0.1:")
     task, other = Task("a", PROMPT), Task("a", PROMPT)
     begin(sender, task)
@@ -277,12 +277,6 @@ def test_rdma_by_a_library_with_control_ports(new: New, tmp_path: Path, link: st
     give_up_v1(sender, task)
     assert receive.wait(SECONDS) and send.wait(SECONDS), (receive.error, send.error)
     decode(receiver, other, 20)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_roles_that_do_not_fit_say_so(new: New) -> None:
