@@ -9,7 +9,6 @@ from fastdeploy_cache.errors import ConfigError, counted
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.groups import rows_of
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
-from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 
 MOST_UNITS = 2**31
 TOKENS_PER_CHECKPOINT = 4096  # of the full row's pool: for so many, each other pool has room for a checkpoint
@@ -32,8 +31,6 @@ class RowSettings(Protocol):
     def layout(self) -> KVLayout | None: ...
     @property
     def storage(self) -> object: ...
-    @property
-    def peer(self) -> PeerConfig | None: ...
     @property
     def recompute_last_token(self) -> bool: ...
     @property
@@ -92,11 +89,6 @@ def check_row_values(config: RowSettings) -> None:
             "leave it out"
         )
     _check_units(config)
-    if has_groups and config.peer is not None and config.peer.link != "storage":
-        raise ConfigError(
-            f"peer.link is {config.peer.link!r} with layout.groups; a model whose layers do not all keep everything is "
-            "handed over through a store alone: use 'storage', or leave the table 'peer' out"
-        )
 
 
 def _check_units(config: RowSettings) -> None:

@@ -19,6 +19,7 @@ class NoTransfers:
     pins: tuple[Pin, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
     held_ids: tuple[int, ...] = ()
+    held_units: tuple[list[array[int]], ...] = ()
     loads: tuple[Transfer, ...] = ()
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.movement.outbox import Outbox
-from fastdeploy_cache.peers.offers import PeerOffers
+from fastdeploy_cache.peers.offers import PeerOffers, last_boundary
 from fastdeploy_cache.peers.processes import LinkProcesses
 from fastdeploy_cache.peers.receives import OpenReceive, PeerReceives
 from fastdeploy_cache.peers.sends import PeerSends
@@ -78,8 +78,9 @@ class LinkRoad:
     # -- verbs
 
     def num_offered(self, request: Request) -> int:
-        """Full blocks of a request that can be offered."""
-        return request.num_tokens // self.offers.info.block_size
+        """Full blocks of a request that can be offered; of a hybrid model, those up to its prompt's last boundary."""
+        size = self.offers.info.block_size
+        return request.num_tokens // size if self._books.rows is None else last_boundary(request, size)
 
     def check_room(self, kind: TaskKind) -> None:
         """Raise `PeerError` where no task can start now."""

@@ -14,6 +14,11 @@ from fastdeploy_cache.transfer_manager.peer.offer import InstanceInfo, Offer, ch
 from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner
 
 
+def last_boundary(request: Request, block_size: int) -> int:
+    """The last block of a prompt behind which the same prompt can be gone on with, where that takes a checkpoint."""
+    return usable_end(request, (request.num_prompt_tokens - 1) // block_size, block_size)
+
+
 class PeerOffers:
     """Numbers are never used twice: what comes late finds nothing. Under the lock, but for `open` and the
     checks."""
@@ -62,12 +67,21 @@ class PeerOffers:
             raise PeerRefusedError(
                 f"the offer has {offer.num_blocks} blocks, request {request.request_id!r} {num_blocks}"
             )
-        if offer.source.layout.groups and usable_end(request, offer.num_blocks, size) != offer.num_blocks:
-            raise PeerRefusedError(
-                f"the offer ends behind block {offer.num_blocks}, within an image of request {request.request_id!r}"
-            )
+        if offer.source.layout.groups:
+            self._check_boundary(request, offer.num_blocks)
         if offer.prompt != prompt_digest(request.namespace, request.tokens, extras):
             raise PeerRefusedError(
                 f"the offer of {offer.source.name!r} is of another prompt, namespace or images than request "
                 f"{request.request_id!r}"
             )
+
+    def _check_boundary(self, request: Request, boundary: int) -> None:
+        """Raise `PeerRefusedError` where a request cannot go on at a checkpoint there."""
+        name, last = f"request {request.request_id!r}", (request.num_tokens - 1) // self.info.block_size
+        if not 0 < boundary <= last:
+            raise PeerRefusedError(
+                f"the offer ends behind block {boundary}; {name} can go on behind blocks 1 to {last}, as one token "
+                "has to be left to compute"
+            )
+        if usable_end(request, boundary, self.info.block_size) != boundary:
+            raise PeerRefusedError(f"the offer ends behind block {boundary}, within an image of {name}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -11,10 +12,12 @@ from itertools import islice
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import REQUEST, TASK
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.checkpoint import Checkpoint, deepest_within
 from fastdeploy_cache.books.growing import insert
 from fastdeploy_cache.books.path import coming_and_cold, coming_ids, num_gpu
 from fastdeploy_cache.books.run import GPU, Pin
 from fastdeploy_cache.books.transfer import Transfer
+from fastdeploy_cache.books.unit_pool import UnitPool
 from fastdeploy_cache.errors import OutOfBlocksError
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.transfers import Receive
@@ -28,7 +31,8 @@ Why = tuple[str, str]
 
 @dataclass(eq=False)
 class OpenReceive:
-    """Blocks [first, first + len(ids)) of a prompt; what is before them is pinned."""
+    """Blocks [first, first + len(ids)) of a prompt; what is before them is pinned. Of a hybrid model, the checkpoint
+    behind them, too: its `units` by row while they are the task's; once it is here, itself, which is pinned."""
 
     receive: Receive
     namespace: str
@@ -39,6 +43,8 @@ class OpenReceive:
     task_id: int = -1
     pin: Pin | None = None  # once it has landed: on all of it
     ids: array[int] = field(default_factory=lambda: array("i"))  # the task's
+    units: list[array[int]] | None = None
+    checkpoint: Checkpoint | None = None
     loads: list[Transfer] = field(default_factory=list)  # that bring what is before them
     is_answered: bool = False
     why: Why | None = None
@@ -56,7 +62,7 @@ class PeerReceives:
     def __init__(self, books: Books, movement: Movement, put: Put, on_load: Callable[[OpenReceive], None]) -> None:
         """`on_load`: a load that a receive waits for has ended; a turn of its own."""
         self._books, self._tree, self._put, self._on_load = books, books.tree, put, on_load
-        self._loader, self._copy_down = movement.loader, movement.copy_down
+        self._loader, self._copy_down, self._images = movement.loader, movement.copy_down, movement.images
         self._by_task: dict[int, OpenReceive] = {}
         self._by_request: dict[str, OpenReceive] = {}  # that are wanted
 
@@ -71,6 +77,17 @@ class PeerReceives:
         """On what is before them, and on what has landed."""
         everyone = {*self._by_task.values(), *self._by_request.values()}
         return [each.pin for each in everyone if each.pin is not None]
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """The checkpoints at which they end, of those that are here."""
+        everyone = {*self._by_task.values(), *self._by_request.values()}
+        return [each.checkpoint for each in everyone if each.checkpoint is not None]
+
+    @property
+    def held_units(self) -> list[list[array[int]]]:
+        """Units on the GPU that are on their way, of each by row."""
+        return [each.units for each in self._by_task.values() if each.units is not None]
 
     @property
     def loads(self) -> list[Transfer]:
@@ -90,8 +107,10 @@ class PeerReceives:
             MemoryError: likewise.
         """
         tree, ids = self._tree, array("i")
+        units: list[array[int]] = []
         path, num_found = tree.find(request.namespace, keys, offer.num_blocks)
         pin = tree.move_pin(None, *tree.place(path, num_found))
+        there: Checkpoint | None = None
         try:
             num_coming, parts = coming_and_cold(path, num_found)
             num_cold = sum(n for _, _, n in parts)
@@ -102,11 +121,16 @@ class PeerReceives:
                 num_found -= num_cold  # what cannot be loaded is received
                 pin = tree.move_pin(pin, *tree.place(path, num_found))
             _, loads = coming_ids(path, num_gpu(path, num_found), num_found)
+            there = self._checkpoint_there(pin, offer.num_blocks)
+            if there is None:
+                self._take_units(units, offer.num_blocks)
             ids = self._books.take(offer.num_blocks - num_found, GPU, TASK)
             receive = Receive(request.request_id, number, len(ids), self._books.clock.event())
             name = offer.source.name
             mine = OpenReceive(receive, request.namespace, keys, num_found, tree.generation, name, pin=pin, ids=ids)
-            mine.loads = loads
+            mine.loads, mine.checkpoint = loads, there
+            if self._books.rows is not None and there is None:
+                mine.units = units
             for load in loads:  # the end of each may be the last that was missing
                 load.on_done.append(functools.partial(self._on_load, mine))
             detail = ReceiveDetail(
@@ -116,17 +140,49 @@ class PeerReceives:
                 num_blocks=offer.num_blocks,
                 receive_number=number,
                 slot=slot,
+                units=b"".join([each.tobytes() for each in mine.units]) if mine.units is not None else None,
             )
             self._by_request[request.request_id] = mine
             mine.task_id = self._put(TaskKind.RECEIVE, ids, detail, self._by_task, mine)
         except BaseException:
             self._by_request.pop(request.request_id, None)
             tree.pools[0].free(ids, TASK)
+            if self._books.rows is not None:
+                self._books.rows.free_units(units)
+                if there is not None:
+                    self._books.rows.checkpoints.unpin(there)
             tree.move_pin(pin, None, 0)
             raise
         for load in loads:
             load.num_waiting += 1
         return mine
+
+    def _checkpoint_there(self, pin: Pin | None, boundary: int) -> Checkpoint | None:
+        """The one behind so many blocks, if they are pinned and it is on the GPU: it is pinned, too. One that has its
+        image alone is received: a load of it might not come."""
+        rows = self._books.rows
+        checkpoint = deepest_within(pin.run, pin.end) if rows is not None and pin is not None else None
+        if rows is None or checkpoint is None or checkpoint.boundary != boundary or checkpoint.units is None:
+            return None
+        rows.checkpoints.pin(checkpoint)
+        return checkpoint
+
+    def _take_units(self, units: list[array[int]], boundary: int) -> None:
+        """Add those of a checkpoint behind so many blocks, by row; behind none there are none.
+
+        Raises:
+            OutOfBlocksError: a row has not that many.
+        """
+        if (rows := self._books.rows) is None:
+            return
+        counts, needed = rows.checkpoints.sizes.counts(boundary), Counter[UnitPool]()
+        for number, (pool, count) in enumerate(zip(rows.checkpoints.pools, counts, strict=True)):
+            needed[pool] += count
+            if (short := needed[pool] - pool.num_available) > 0:
+                coming = self._images.num_coming()[number] if self._images is not None else 0
+                raise OutOfBlocksError(short, coming, row=str(rows.checkpoints.sizes.rows[number]))
+        for number, count in enumerate(counts):
+            units.append(rows.take(number, count, TASK))
 
     def answered(self, task_id: int, why: Why | None) -> OpenReceive:
         """Every rank has answered, or is reaped."""
@@ -146,11 +202,13 @@ class PeerReceives:
         mine.loads = []
         if mine.why is None:
             mine.why = self._why_not(mine)
-        if mine.why is not None or not mine.ids:
+        if mine.why is not None:
             self._tree.pools[0].free(mine.ids, TASK)
-        elif not self._tree.mishaps.contain("landing", lambda: self._insert(mine)):
+        elif not self._tree.mishaps.contain("landing", lambda: self._land(mine)):
             mine.why = "failed", "this instance's books could not take what had come; see its log"
-        mine.ids = array("i")
+        if mine.units is not None and self._books.rows is not None:
+            self._books.rows.free_units(mine.units)
+        mine.ids, mine.units = array("i"), None
         if not mine.is_wanted or mine.why is not None:
             self._let_go(mine)
         return True
@@ -163,6 +221,25 @@ class PeerReceives:
             if num_here < mine.first:
                 return "failed", f"the {mine.first} blocks before it were to come from the CPU tier; {num_here} did"
         return None
+
+    def _land(self, mine: OpenReceive) -> None:
+        if mine.ids:
+            self._insert(mine)
+        self._publish(mine)
+
+    def _publish(self, mine: OpenReceive) -> None:
+        rows, pin, units = self._books.rows, mine.pin, mine.units
+        if rows is None or pin is None or units is None:
+            return
+        boundary = sum([run.num_blocks for run in pin.run.path()]) - pin.run.num_blocks + pin.end
+        if boundary < mine.first + len(mine.ids):
+            raise MemoryError("not all of the blocks in front of it could be inserted")
+        checkpoint, is_taken = rows.checkpoints.publish(pin.run, pin.end, boundary, units, TASK)
+        if is_taken:
+            mine.units = None
+        else:  # made here meanwhile
+            rows.checkpoints.pin(checkpoint)
+        mine.checkpoint = checkpoint
 
     def _insert(self, mine: OpenReceive) -> None:
         tree, pin = self._tree, mine.pin
@@ -210,6 +287,9 @@ class PeerReceives:
     def _let_go(self, mine: OpenReceive) -> None:
         if self._by_request.get(mine.receive.request_id) is mine:
             del self._by_request[mine.receive.request_id]
+        checkpoint, mine.checkpoint = mine.checkpoint, None
+        if checkpoint is not None and self._books.rows is not None:
+            self._books.rows.checkpoints.unpin(checkpoint)  # first: its path is pinned as long as it is
         pin, mine.pin = mine.pin, None
         if pin is not None:
             self._books.let_go(pin)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from fastdeploy_cache.books.block_pool import REQUEST, TASK
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.checkpoint import Checkpoint
+from fastdeploy_cache.books.checkpoint import Checkpoint, deepest_within
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.peers.transfers import Send
@@ -33,6 +33,7 @@ class OpenSend:
     untold_ids: array[int] = field(default_factory=lambda: array("i"))  # with the next
     is_stale: bool = False  # there is more to tell
     pin: Pin | None = None
+    checkpoint: Checkpoint | None = None  # of a hybrid model: the one behind all blocks, from when it is there
     ids: array[int] = field(default_factory=lambda: array("i"))  # blocks of the request that are not the tree's
 
 
@@ -47,10 +48,8 @@ class PeerSends:
     Of each send one update is on its way at a time; what comes meanwhile goes with the next. So there is always room.
     """
 
-    checkpoints: tuple[Checkpoint, ...] = ()  # a link moves none
-
     def __init__(self, books: Books, put: Put) -> None:
-        self._tree, self._put = books.tree, put
+        self._books, self._tree, self._put = books, books.tree, put
         self._by_task: dict[int, OpenSend] = {}
         self._by_request: dict[str, OpenSend] = {}  # whose request runs
         self._by_update: dict[int, OpenSend] = {}
@@ -70,6 +69,11 @@ class PeerSends:
         return [each.pin for each in self._by_task.values() if each.pin is not None]
 
     @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """The checkpoints that are read with them; each is pinned, and its path by the same send."""
+        return [each.checkpoint for each in self._by_task.values() if each.checkpoint is not None]
+
+    @property
     def held_ids(self) -> list[int]:
         """GPU blocks that have left their request and are no run's."""
         return [block_id for each in self._by_task.values() for block_id in each.ids]
@@ -82,10 +86,36 @@ class PeerSends:
         ids = active.block_ids[: mine.num_told]
         self._by_request[send.request_id] = mine
         try:
+            self._keep_checkpoint(mine, active)
             mine.task_id = self._put(TaskKind.SEND, ids, self._detail(mine), self._by_task, mine)
         except BaseException:
             del self._by_request[send.request_id]
+            self._let_go(mine)
             raise
+
+    def _keep_checkpoint(self, mine: OpenSend, active: ActiveRequest) -> bool:
+        """Pin the one at which the offer ends, with its path, once all blocks are computed and it is there; whether it
+        has come just now. All of it or, on `MemoryError`, nothing."""
+        rows, pin, num_blocks = self._books.rows, active.pin, mine.send.num_blocks
+        if rows is None or mine.checkpoint is not None or pin is None or active.num_pinned_blocks < num_blocks:
+            return False
+        run, end = self._tree.place(pin.run.path(), num_blocks)
+        checkpoint = deepest_within(run, end) if run is not None else None
+        if checkpoint is None or checkpoint.end != end or checkpoint.units is None:
+            return False
+        mine.pin = self._tree.move_pin(mine.pin, run, end)
+        rows.checkpoints.pin(checkpoint)
+        mine.checkpoint = checkpoint
+        return True
+
+    def _let_go(self, mine: OpenSend) -> None:
+        """What it has pinned. Needs no memory."""
+        checkpoint, mine.checkpoint = mine.checkpoint, None
+        if checkpoint is not None and self._books.rows is not None:
+            self._books.rows.checkpoints.unpin(checkpoint)  # first: its path is pinned as long as it is
+        pin, mine.pin = mine.pin, None
+        if pin is not None:
+            self._tree.unpin(pin)
 
     def step(self, active: ActiveRequest, num_tokens: int, step: int) -> None:
         """The model's step of that number computes the request's tokens up to there.
@@ -117,12 +147,13 @@ class PeerSends:
         if num_complete < mine.num_told:
             text = f"a step computed {num_complete} of the {mine.num_told} blocks that it was to"
             self.fail(mine, "failed", text)  # what was read of the others is computed again
-        elif num_complete > mine.num_complete:
+        elif self._keep_checkpoint(mine, active) or num_complete > mine.num_complete:
             num_before, mine.num_complete = mine.num_complete, num_complete
             try:
                 self._tell(mine, active, num_complete, None)
             except MemoryError:  # nobody was told, and then its release fails the send
                 mine.num_complete = num_before
+                self._let_go(mine)
                 raise
 
     def _tell(self, mine: OpenSend, active: ActiveRequest, num_blocks: int, step: int | None) -> None:
@@ -181,8 +212,11 @@ class PeerSends:
         mine.active, mine.ids = None, kept
         if kept:
             self._tree.pools[0].hand_over(kept, REQUEST, TASK)
-        if mine.num_complete < mine.send.num_blocks or active.phase is VOID:
-            text = f"the request was released with {mine.num_complete} of {mine.send.num_blocks} blocks computed"
+        num_blocks, is_whole = mine.send.num_blocks, self._books.rows is None or mine.checkpoint is not None
+        if mine.num_complete == num_blocks and not is_whole:
+            self.fail(mine, "failed", f"the request was released without a checkpoint behind its {num_blocks} blocks")
+        elif mine.num_complete < num_blocks or active.phase is VOID:
+            text = f"the request was released with {mine.num_complete} of {num_blocks} blocks computed"
             self.fail(mine, "failed", text)
         return home
 
@@ -228,8 +262,7 @@ class PeerSends:
         self._tell_untold()
         if mine.active is not None:
             del self._by_request[mine.send.request_id]
-        if mine.pin is not None:
-            self._tree.unpin(mine.pin)
+        self._let_go(mine)
         if mine.ids:
             self._tree.pools[0].free(mine.ids, TASK)
         return mine.send
@@ -248,5 +281,6 @@ class PeerSends:
             num_blocks=mine.send.num_blocks,
             num_complete=mine.num_complete,
             step=mine.step,
+            units=mine.checkpoint.units if mine.checkpoint is not None else None,
             why=mine.why,
         )

@@ -14,7 +14,6 @@ from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Matched
 from fastdeploy_cache.books.checkpoint import Checkpoint, deepest_within
-from fastdeploy_cache.books.path import usable_end
 from fastdeploy_cache.books.row_books import RowBooks
 from fastdeploy_cache.books.run import Pin, Run
 from fastdeploy_cache.books.transfer import Transfer
@@ -23,7 +22,7 @@ from fastdeploy_cache.errors import PeerError
 from fastdeploy_cache.ipc.clock import Alarm
 from fastdeploy_cache.movement.block_mover import TaskEnded
 from fastdeploy_cache.movement.movement import Movement
-from fastdeploy_cache.peers.offers import PeerOffers
+from fastdeploy_cache.peers.offers import PeerOffers, last_boundary
 from fastdeploy_cache.peers.processes import NoProcesses
 from fastdeploy_cache.peers.transfers import Receive, Send
 from fastdeploy_cache.request import Request
@@ -187,7 +186,9 @@ class StoredReceives:
     """Prefetches under another name: they end as prefetches do, and `match` follows them."""
 
     pins: tuple[Pin, ...] = ()
+    checkpoints: tuple[Checkpoint, ...] = ()
     held_ids: tuple[int, ...] = ()
+    held_units: tuple[list[array[int]], ...] = ()
     loads: tuple[Transfer, ...] = ()
 
     def __init__(self, books: Books) -> None:
@@ -253,7 +254,7 @@ class StoreRoad:
         end where its prompt can be gone on with."""
         size = self._config.block_size
         if self._books.rows is not None:
-            return usable_end(request, (request.num_prompt_tokens - 1) // size, size)
+            return last_boundary(request, size)
         return (request.num_tokens if self._config.cache_outputs else request.num_prompt_tokens) // size
 
     def check_room(self, kind: TaskKind) -> None:

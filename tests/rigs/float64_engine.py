@@ -11,6 +11,7 @@ import numpy as np
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.errors import OutOfBlocksError
+from fastdeploy_cache.transfer_manager.peer.client import PeerClient
 from tests.rigs.float64_model import (
     BLOCK,
     DIM,
@@ -95,7 +96,14 @@ class Float64Engine:
     """Its memory is that of the cache, on all ranks; what is given out anew holds NaN first."""
 
     def __init__(
-        self, *, seed: int, num_gpu_blocks: int, num_gpu_units: Sequence[int], drafts: bool = False, **fields: Any
+        self,
+        *,
+        seed: int,
+        num_gpu_blocks: int,
+        num_gpu_units: Sequence[int],
+        drafts: bool = False,
+        peer_client: PeerClient | None = None,
+        **fields: Any,
     ) -> None:
         """`fields`: further ones of the configuration."""
         self.random, self._drafts = random.Random(seed), drafts
@@ -108,7 +116,7 @@ class Float64Engine:
             layout=LAYOUT,
             **fields,
         )
-        self.cache = PrefixCacheManager(config)
+        self.cache = PrefixCacheManager(config, peer_client=peer_client)
         self._arrays = RankArrays(self.cache, config.transfer.tp_size)
         self.num_hits = self.num_preempted = self.num_snapshots = self.num_refused = self.num_rejected = 0
         self.num_requests = self.num_cpu_tokens = self.num_storage_tokens = self.num_ahead = 0

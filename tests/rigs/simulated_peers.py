@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 
 from fastdeploy_cache.errors import LayoutError
-from fastdeploy_cache.ipc.codec import decode
+from fastdeploy_cache.ipc.codec import decode, unpack_int32
 from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 from fastdeploy_cache.transfer_manager.peer.messages import EndReceiveDetail, ReceiveDetail, SendDetail
@@ -23,13 +23,15 @@ class SimSend:
     num_blocks: int
     ids: list[int] = field(default_factory=list)
     num_complete: int = 0
+    units: bytes | None = None  # of a hybrid model's checkpoint behind all blocks
     why: str | None = None  # told to fail, or asked for by nobody: to be answered
     is_over: bool = False  # answered, or about to be: readers get no more `Confirmed`
 
     @property
     def is_final(self) -> bool:
         """All of it is computed."""
-        return self.num_complete == self.num_blocks == len(self.ids)
+        is_whole = self.num_complete == self.num_blocks == len(self.ids)
+        return is_whole and (self.units is not None or not self.owner.rows)
 
 
 @dataclass(eq=False)
@@ -40,12 +42,18 @@ class SimReceive:
     task: TransferTask
     detail: ReceiveDetail
     read: dict[int, object] = field(default_factory=dict)
+    units_read: bytes | None = None  # the owner's, of which all has been read
     is_cancelled: bool = False
 
     @property
     def missing(self) -> list[int]:
         """Blocks still to be read."""
         return [b for b in range(self.detail.first_block, self.detail.num_blocks) if b not in self.read]
+
+    @property
+    def is_read(self) -> bool:
+        """All that it wants."""
+        return not self.missing and (self.detail.units is None or self.units_read is not None)
 
     @property
     def send(self) -> SimSend | None:
@@ -55,13 +63,16 @@ class SimReceive:
 
 
 class SimulatedPeers:
-    """See `transfer_manager.peer.client.PeerClient`; `memory[i]` is the content of GPU block i."""
+    """See `transfer_manager.peer.client.PeerClient`; `memory[i]` is the content of GPU block i, and `rows[n][i]` that
+    of unit i of the row n behind the full one."""
 
     addresses = ("simulated",)
     public_key = b""
 
-    def __init__(self, name: str, network: list[SimulatedPeers], memory: list[object]) -> None:
+    def __init__(self, name: str, network: list[SimulatedPeers], memory: MutableSequence[object]) -> None:
         self.name, self.network, self.memory = name, network, memory
+        self.rows: Sequence[MutableSequence[object]] = ()
+        self.num_units: Callable[[int], Sequence[int]] = lambda _: ()  # by row, of a checkpoint behind so many blocks
         self.sends: dict[int, SimSend] = {}  # by offer
         self.receives: list[SimReceive] = []
         self.up = True
@@ -91,6 +102,7 @@ class SimulatedPeers:
         if send is not None:
             send.ids += task.source_ids.tolist()
             send.num_complete = max(send.num_complete, detail.num_complete)
+            send.units = detail.units if detail.units is not None else send.units
             send.why = f"{detail.why.reason}: {detail.why.text}" if detail.why is not None else send.why
         if task.kind is TaskKind.UPDATE_SEND:
             self.answer(task)
@@ -106,12 +118,28 @@ class SimulatedPeers:
             content = send.owner.memory[send.ids[block]]
             receive.read[block] = content
             self.memory[int(receive.task.destination_ids[block - receive.detail.first_block])] = content
+        if send is not None and send.units is not None and receive.detail.units is not None and not receive.missing:
+            receive.units_read = send.units
+            theirs = self._places(send.owner, send.units, send.num_blocks)
+            for (row, unit), (other, source) in zip(self._units_of(receive), theirs, strict=True):
+                row[unit] = other[source]
+
+    def _units_of(self, receive: SimReceive) -> list[tuple[MutableSequence[object], int]]:
+        return self._places(self, receive.detail.units or b"", receive.detail.num_blocks)
+
+    @staticmethod
+    def _places(end: SimulatedPeers, units: bytes, num_blocks: int) -> list[tuple[MutableSequence[object], int]]:
+        """The row and number of each of these units."""
+        if not units:
+            return []
+        rows = [row for row, count in zip(end.rows, end.num_units(num_blocks), strict=True) for _ in range(count)]
+        return list(zip(rows, unpack_int32(units).tolist(), strict=True))
 
     def confirm(self, receive: SimReceive) -> bool:
         """The end of a receive that has read all: well if its blocks were held. Whether there was an end."""
         send = receive.send
-        wants_nothing = receive.detail.first_block == receive.detail.num_blocks
-        if not wants_nothing and (receive.missing or send is None or not send.is_final):
+        wants_nothing = receive.detail.wants_nothing
+        if not wants_nothing and (not receive.is_read or send is None or not send.is_final):
             return False
         if send is not None and not send.is_over and send.why is None:
             send.is_over = True
@@ -124,6 +152,8 @@ class SimulatedPeers:
         """It comes to nothing; where it was writing there is garbage."""
         for block_id in receive.task.destination_ids.tolist():
             self.memory[block_id] = "garbage"
+        for row, unit in self._units_of(receive):
+            row[unit] = "garbage"
         self._end(receive, error)
 
     def _end(self, receive: SimReceive, error: str | None) -> None:

@@ -116,6 +116,10 @@ class Row:
             return end_tokens // self.reach_tokens * self.reach_tokens // self.block_size
         return max(0, end_tokens - self.reach_tokens + 1) // self.block_size
 
+    def num_units_at(self, end: int) -> int:
+        """How many units of it a request reads that goes on behind `end` blocks."""
+        return end - self.first_block(end)
+
     @property
     def num_checkpoint_units(self) -> int:
         """Units that a checkpoint holds at most; 0 of the full row, which checkpoints leave to the tree."""

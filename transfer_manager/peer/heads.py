@@ -76,50 +76,50 @@ class Side(NamedTuple):
 
 
 class PieceMaker:
-    """Makes the pieces of blocks for one share: a piece for each block, layer and part, or, where a rank's heads are
-    cut and the tokens come first, one for each token of these."""
+    """Makes the pieces of blocks of one row for one share: a piece for each block, layer of the row and part, or, where
+    a rank's heads are cut and the tokens come first, one for each token of these. Of a hybrid model both sides have as
+    many ranks, and a piece is a whole part."""
 
-    def __init__(self, local: Side, remote: Side, num_heads: int) -> None:
+    def __init__(self, local: Side, remote: Side, num_heads: int, *, row: int = 0) -> None:
         self._block_major = {local.layout.device_order, remote.layout.device_order} == {"block_first"}
-        # [layer, part]
-        self._local, self._remote = (_table(side.places) for side in (local, remote))
-        rows = [
-            _rows(mine, other, local.first_head, remote.first_head, num_heads)
-            for mine, other in zip(local.layout.parts, remote.layout.parts, strict=True)
-        ]
-        # [part, row]
-        self._local_rows, self._remote_rows = (np.stack([row[i] for row in rows]) for i in (0, 1))
-        self._row_bytes = np.array([row[2] for row in rows], np.int64)
+        layout, is_whole = local.layout, bool(local.layout.rows)
+        layers = [layer for layer in range(layout.num_layers) if layout.row_of(layer) == row]
+        strands = list[Int64Array]()  # [field, strand] of a part: what has one piece in each block
+        for layer in layers:
+            sides = layout.parts_of(layer), remote.layout.parts_of(layer), local.places[layer], remote.places[layer]
+            for mine, other, here, there in zip(*sides, strict=True):
+                in_mine, in_other, num_bytes = (
+                    (_one(0), _one(0), mine.num_bytes)
+                    if is_whole
+                    else _rows(mine, other, local.first_head, remote.first_head, num_heads)
+                )
+                fields = (
+                    *(layer, num_bytes, here.segment, here.offset_bytes + in_mine, here.stride_bytes),
+                    *(there.segment, there.offset_bytes + in_other, there.stride_bytes),
+                )
+                strands.append(np.stack(np.broadcast_arrays(*(np.asarray(field, np.int64) for field in fields))))
+        self._layers, self._num_bytes, *places = np.concatenate(strands, axis=1)
+        self._local, self._remote = places[:3], places[3:]
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers."""
-        return int(self._row_bytes.sum() * self._local_rows.shape[1] * self._local.shape[1])
+        return int(self._num_bytes.sum())
 
     def pieces(self, local_ids: Int32Array, remote_ids: Int32Array, first_layer: int, end_layer: int) -> Pieces:
-        """The pieces of these blocks (lists of equal length) in layers [first_layer, end_layer)."""
-        layers = slice(first_layer, end_layer)
+        """The pieces of these blocks (lists of equal length) in layers [first_layer, end_layer) of the model."""
+        within = slice(*np.searchsorted(self._layers, (first_layer, end_layer)))
         sides = []
-        for table, rows, ids in (
-            (self._local[:, layers], self._local_rows, local_ids),
-            (self._remote[:, layers], self._remote_rows, remote_ids),
-        ):
-            segment, offset, stride = (column[:, :, None, None] for column in table)
-            blocks = np.asarray(ids, np.int64)[None, None, :, None]
-            offsets = offset + blocks * stride + rows[None, :, None, :]  # [layer, part, block, row]
+        for place, ids in ((self._local, local_ids), (self._remote, remote_ids)):
+            segment, offset, stride = (column[within, None] for column in place)
+            offsets = offset + np.asarray(ids, np.int64)[None, :] * stride  # [strand, block]
             sides += [np.broadcast_to(segment, offsets.shape), offsets]
-        sides.append(np.broadcast_to(self._row_bytes[None, :, None, None], sides[1].shape))
+        sides.append(np.broadcast_to(self._num_bytes[within, None], sides[1].shape))
         return Pieces(*(self._flat(array) for array in sides))
 
     def _flat(self, array: Int64Array) -> Int64Array:
         # neighbours in memory next to each other: the link joins them
-        return np.ascontiguousarray(array.transpose(2, 0, 1, 3) if self._block_major else array).reshape(-1)
-
-
-def _table(places: Places) -> Int64Array:
-    """[segment | offset | stride, layer, part]"""
-    rows = [[(p.segment, p.offset_bytes, p.stride_bytes) for p in in_layer] for in_layer in places]
-    return np.ascontiguousarray(np.array(rows, np.int64).transpose(2, 0, 1))
+        return np.ascontiguousarray(array.T if self._block_major else array).reshape(-1)
 
 
 def _rows(

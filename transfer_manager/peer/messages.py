@@ -84,7 +84,8 @@ class Chunk(NamedTuple):
 
 class SendState(msgspec.Struct, frozen=True, tag="state"):
     """Owner: how far an offer is. `block_ids` are those from `first_id` on; the first `num_complete` blocks have all
-    layers, `chunks` follow in order. With `why` it has come to nothing."""
+    layers, `chunks` follow in order. `units`, of a hybrid model, are those of the checkpoint behind all blocks, row by
+    row, once it is there. With `why` it has come to nothing."""
 
     key: SendKey
     reader: ReaderKey
@@ -93,6 +94,7 @@ class SendState(msgspec.Struct, frozen=True, tag="state"):
     num_complete: _Count = 0
     chunks: tuple[Chunk, ...] = ()
     why: Why | None = None
+    units: bytes | None = None
 
 
 class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
@@ -138,20 +140,23 @@ class SendDetail(Detail, frozen=True, kw_only=True):
     """What SEND and UPDATE_SEND say; the task's `source_ids` are blocks behind those told before.
 
     `num_complete` of the blocks have all layers; with `step`, the blocks behind these are computed by the step of that
-    number. With `why` the send is over.
+    number. `units` are those of the checkpoint behind all blocks, row by row, once it is there. With `why` the send is
+    over.
     """
 
     number: int
     num_blocks: int  # of the offer
     num_complete: int
     step: int | None = None
+    units: bytes | None = None
     why: Why | None = None
 
 
 class ReceiveDetail(Detail, frozen=True, kw_only=True):
-    """What RECEIVE says; the task's `destination_ids` are for the offer's blocks from `first_block` on.
+    """What RECEIVE says; the task's `destination_ids` are for the offer's blocks from `first_block` on, and `units`, of
+    a hybrid model, for the checkpoint behind them, row by row; None where it is not wanted.
 
-    `slot`: of `PeerSignal`, for layers in flight. With none of its blocks wanted the offer is left.
+    `slot`: of `PeerSignal`, for layers in flight. With nothing of it wanted the offer is left.
     """
 
     source: InstanceInfo
@@ -160,6 +165,12 @@ class ReceiveDetail(Detail, frozen=True, kw_only=True):
     num_blocks: int  # of the offer
     receive_number: int
     slot: int
+    units: bytes | None = None
+
+    @property
+    def wants_nothing(self) -> bool:
+        """Whether all of the offer is here already."""
+        return self.first_block == self.num_blocks and self.units is None
 
 
 class EndReceiveDetail(Detail, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ import msgspec
 
 from fastdeploy_cache.errors import CodecError, LayoutError, PeerRefusedError
 from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.transfer_manager.kv.groups import rows_of
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 
 OFFER_VERSION = 1
@@ -111,6 +112,12 @@ def check_fits(here: InstanceInfo, there: InstanceInfo) -> None:
         ranks = f"instance {there.name!r} has {there.tp_size} ranks, this one {here.tp_size}"
         raise PeerRefusedError(f"{ranks}: {error}") from error
     large, small = max(here.tp_size, there.tp_size), min(here.tp_size, there.tp_size)
+    if large != small and here.layout.groups:
+        rows = ", ".join(repr(str(row)) for row in rows_of(here.layout.groups, here.block_size)[1:])
+        raise PeerRefusedError(
+            f"instance {there.name!r} has {there.tp_size} ranks, this one {here.tp_size}; the rows {rows} need equal "
+            "numbers"
+        )
     if large % small or (here.link == "storage" and large != small):
         rule = "must be equal through storage" if here.link == "storage" else "must divide one another"
         raise PeerRefusedError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +15,9 @@ from fastdeploy_cache.ipc.codec import Int32Array, decode, encode, unpack_int32
 from fastdeploy_cache.ipc.peer_channel import CurveKeys, PeerConnection
 from fastdeploy_cache.ipc.poller import Poller, Wakeup
 from fastdeploy_cache.transfer_manager.kv.layout import Places, RankLayout
+from fastdeploy_cache.transfer_manager.peer.checkpoint_read import CheckpointRead
 from fastdeploy_cache.transfer_manager.peer.heads import PieceMaker, Share, Side, num_readers, shares_of
-from fastdeploy_cache.transfer_manager.peer.link import Link, LinkError, Peer
+from fastdeploy_cache.transfer_manager.peer.link import Link, LinkError, Peer, Pieces
 from fastdeploy_cache.transfer_manager.peer.link_peers import LinkPeers
 from fastdeploy_cache.transfer_manager.peer.messages import (
     Confirm,
@@ -83,13 +85,16 @@ class _Source:
         self.is_confirmed = False
         self.heard_at = SYSTEM_CLOCK.now()
         self.asked_at = 0.0
-        self.maker: PieceMaker | None = None
+        self.makers: list[PieceMaker] = []  # by row
+        self.checkpoint: CheckpointRead | None = None
+        if detail.units is not None:
+            self.checkpoint = CheckpointRead(here.layout, detail.num_blocks, detail.units)
         self.peer: Peer | None = None
         self.num_bytes = 0
 
     @property
     def is_read(self) -> bool:
-        return self.is_complete and self.progress.is_done
+        return self.is_complete and self.progress.is_done and (self.checkpoint is None or self.checkpoint.is_done)
 
 
 class RankReceive:
@@ -121,7 +126,7 @@ class RankReceive:
         sources = self._sources
         try:
             self._open(sources)
-            if self._detail.first_block == self._detail.num_blocks:
+            if self._detail.wants_nothing:
                 self._leave(sources, None)
                 return 0
             self._read_all(sources)
@@ -228,12 +233,15 @@ class RankReceive:
             return
         layout = there.layout.for_rank(there.tp_size, there.block_size)
         numbers = [n for in_layer in welcome.places for place in in_layer for n in place]
-        is_other = [len(in_layer) for in_layer in welcome.places] != [len(layout.parts)] * layout.num_layers
+        num_parts = [len(layout.parts_of(layer)) for layer in range(layout.num_layers)]
+        is_other = [len(in_layer) for in_layer in welcome.places] != num_parts
         if is_other or not all(0 <= n < _MAX_OFFSET for n in numbers):
             raise ReceiveFailedError("refused", f"{source.address} has KV arrays of another layout than its offer says")
         source.peer = here.peers.acquire(welcome.endpoint, min(self._seconds_left(), here.silence_seconds))
         remote = Side(layout, welcome.places, share.first_remote)
-        source.maker = PieceMaker(Side(here.layout, here.places, share.first_local), remote, share.num_heads)
+        local = Side(here.layout, here.places, share.first_local)
+        rows = range(len(here.layout.rows) or 1)
+        source.makers = [PieceMaker(local, remote, share.num_heads, row=row) for row in rows]
 
     def _follow(self, source: _Source, state: SendState) -> None:
         if state.why is not None:
@@ -249,30 +257,39 @@ class RankReceive:
             raise ReceiveFailedError("failed", f"{source.address} speaks of blocks that it has not named")
         source.is_complete = state.num_complete >= self._detail.num_blocks
         source.progress.note(state.num_complete, state.chunks)
+        if state.units is not None and source.checkpoint is not None and not source.checkpoint.note(state.units):
+            raise ReceiveFailedError("failed", f"{source.address} sent {len(state.units)} bytes of other units")
         self._count_in_flight()
 
     def _read_some(self, source: _Source) -> bool:
         """One piece of what is ready; False where there is none, or others are reading."""
-        maker, peer = source.maker, source.peer
-        if maker is None or peer is None:
+        if (peer := source.peer) is None or (found := self._next_pieces(source)) is None:
             return False
-        step = source.progress.next_step(_STEP_BYTES * self._here.layout.num_layers // maker.block_bytes)
-        if step is None:
-            return False
-        first = self._detail.first_block
-        mine = self._ids[step.first - first : step.end - first]
-        theirs = np.asarray(source.ids[step.first : step.end], np.int32)
-        pieces = maker.pieces(mine, theirs, step.first_layer, step.end_layer)
+        pieces, note_read = found
         if not self._here.reading.acquire(timeout=_ASK_SECONDS / 2):
             return False  # it has to show that it lives meanwhile
         try:
             seconds = min(self._seconds_left(), self._here.silence_seconds)
-            source.num_bytes += self._here.link.read(peer, pieces, seconds)
+            source.num_bytes += self._here.link.read(peer, pieces, seconds) if len(pieces.num_bytes) else 0
         finally:
             self._here.reading.release()
-        source.progress.note_read(step)
+        note_read()
         self._count_in_flight()
         return True
+
+    def _next_pieces(self, source: _Source) -> tuple[Pieces, Callable[[], None]] | None:
+        """What to read next, and what notes that it has been read: blocks, and behind them the checkpoint."""
+        first, maker = self._detail.first_block, source.makers[0]
+        step = source.progress.next_step(_STEP_BYTES * self._here.layout.num_layers // maker.block_bytes)
+        if step is not None:
+            mine = self._ids[step.first - first : step.end - first]
+            theirs = np.asarray(source.ids[step.first : step.end], np.int32)
+            pieces = maker.pieces(mine, theirs, step.first_layer, step.end_layer)
+            return pieces, partial(source.progress.note_read, step)
+        if (checkpoint := source.checkpoint) is None or (units := checkpoint.next_step(_STEP_BYTES)) is None:
+            return None
+        pieces = source.makers[units.row].pieces(units.mine, units.theirs, units.first_layer, units.end_layer)
+        return pieces, partial(checkpoint.note_read, units)
 
     def _leave(self, sources: list[_Source], why: Why | None) -> None:
         for source in sources:

@@ -50,7 +50,7 @@ class _Reader:
     connection: bytes
     num_told: int  # block ids
     heard_at: float
-    told: tuple[int, tuple[Chunk, ...]] | None = None
+    told: tuple[int, tuple[Chunk, ...], bool] | None = None
     has_confirmed: bool = False
 
 
@@ -59,8 +59,10 @@ class _Send:
     task_id: int
     num_blocks: int
     deadline: float
+    has_rows: bool
     ids: list[int] = field(default_factory=list)
     num_complete: int = 0
+    units: bytes | None = None
     steps: list[tuple[int, int]] = field(default_factory=list)  # end block and step of what is being computed
     receiver: tuple[bytes, int] | None = None  # instance and number of the receive that it is bound to
     readers: dict[int, _Reader] = field(default_factory=dict)  # by rank
@@ -70,7 +72,8 @@ class _Send:
 
     @property
     def is_final(self) -> bool:
-        return self.num_complete == self.num_blocks == len(self.ids)
+        is_whole = self.num_complete == self.num_blocks == len(self.ids)
+        return is_whole and (self.units is not None or not self.has_rows)
 
 
 class Sender:
@@ -78,15 +81,23 @@ class Sender:
     has been answered: what a reader has read after that never counts."""
 
     def __init__(
-        self, instance_id: bytes, num_layers: int, silence_seconds: float, put: Put, read_step: Callable[[], int]
+        self,
+        instance_id: bytes,
+        num_layers: int,
+        silence_seconds: float,
+        put: Put,
+        read_step: Callable[[], int],
+        *,
+        has_rows: bool = False,
     ) -> None:
-        """`read_step` gives the step's word as it is now. It is read whenever something is said of it.
+        """`read_step` gives the step's word as it is now. It is read whenever something is said of it. `has_rows`: of a
+        hybrid model, each offer ends with a checkpoint.
 
         One that was read before could be older than the engine's message: the model marks a layer, and the engine ends
         the request, both after that look and before the message was taken. The failure then named layer 0.
         """
         self._instance_id, self._num_layers, self._silence_seconds = instance_id, num_layers, silence_seconds
-        self._put, self._read_step = put, read_step
+        self._put, self._read_step, self._has_rows = put, read_step, has_rows
         self._sends: dict[int, _Send] = {}
         self._confirmed: OrderedDict[tuple[SendKey, ReaderKey], None] = OrderedDict()
         self._failed: OrderedDict[int, Why] = OrderedDict()  # why sends came to nothing
@@ -111,7 +122,7 @@ class Sender:
     def begin(self, task: TransferTask, detail: SendDetail, deadline: float, now: float) -> None:
         """SEND, which ends at that time of `time.monotonic` at the latest. Numbers rise."""
         number = self._last_number = detail.number
-        self._sends[number] = _Send(task.task_id, detail.num_blocks, deadline)
+        self._sends[number] = _Send(task.task_id, detail.num_blocks, deadline, self._has_rows)
         self._extend(number, task, detail)
         for key in [key for key in self._early if key[0] <= number]:
             self.subscribe(*self._early.pop(key), now)
@@ -126,7 +137,7 @@ class Sender:
     def _extend(self, number: int, task: TransferTask, detail: SendDetail) -> None:
         send = self._sends[number]
         send.ids += task.source_ids.tolist()
-        send.num_complete = detail.num_complete
+        send.num_complete, send.units = detail.num_complete, detail.units
         send.steps = [(end, step) for end, step in send.steps if end > send.num_complete]
         known = send.steps[-1][0] if send.steps else send.num_complete
         if detail.step is not None and len(send.ids) > known:
@@ -242,7 +253,7 @@ class Sender:
         """Say to each reader what it does not know."""
         word = self._read_step() if send.steps else 0
         chunks = tuple(Chunk(end, layers_done(word, step)) for end, step in send.steps)
-        now = (send.num_complete, chunks)
+        now = (send.num_complete, chunks, send.units is not None)
         for rank, reader in send.readers.items():
             if reader.told == now and reader.num_told == len(send.ids):
                 continue
@@ -256,6 +267,7 @@ class Sender:
                     pack_int32(new),
                     send.num_complete,
                     chunks,
+                    units=send.units,
                 ),
             )
             reader.told, reader.num_told = now, len(send.ids)

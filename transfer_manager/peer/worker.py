@@ -23,6 +23,7 @@ from fastdeploy_cache.ipc.shortage import EXIT_SHORT, is_shortage
 from fastdeploy_cache.ipc.task_queue import RankQueue
 from fastdeploy_cache.transfer_manager.kv.memory import KVMemory
 from fastdeploy_cache.transfer_manager.peer import open_link
+from fastdeploy_cache.transfer_manager.peer.checkpoint_read import why_no_units
 from fastdeploy_cache.transfer_manager.peer.link import Link, LinkError
 from fastdeploy_cache.transfer_manager.peer.link_peers import LinkPeers
 from fastdeploy_cache.transfer_manager.peer.messages import (
@@ -102,8 +103,9 @@ class PeerServer:
                 raise PeerRefusedError(str(error)) from error
             raise
         self._sender = Sender(
-            setup.instance_id, setup.layout.num_layers, setup.silence_seconds, self._put, lambda: self._words.step_word
-        )
+            setup.instance_id, setup.layout.num_layers, setup.silence_seconds, self._put, lambda: self._words.step_word,
+            has_rows=bool(setup.layout.rows),
+        )  # fmt: skip
         self._num_in_flight = [0] * NUM_PEER_SLOTS
         for slot in range(NUM_PEER_SLOTS):  # what a killed process was reading is read no more
             self._words.count_in_flight(slot, 0)
@@ -247,7 +249,9 @@ class PeerServer:
         if len(ids) != detail.num_blocks - detail.first_block:
             return f"{len(ids)} blocks for blocks {detail.first_block} to {detail.num_blocks} of an offer"
         outside = ids[(ids < 0) | (ids >= num_blocks)]
-        return f"block {outside[0]} is outside a pool of {num_blocks}" if len(outside) else None
+        if len(outside):
+            return f"block {outside[0]} is outside a pool of {num_blocks}"
+        return why_no_units(self._setup.layout, detail.num_blocks, detail.units) if detail.units is not None else None
 
     def _answer(self) -> None:
         for end in self._sender.take_ended():

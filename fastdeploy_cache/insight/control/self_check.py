@@ -35,7 +35,7 @@ def check_all(
         if books.rows is not None:
             rows = [active.rows for active in requests if active.rows is not None]
             kept = [prefix.checkpoint for prefix in books.pinned.values() if prefix.checkpoint is not None]
-            kept += [*stored.checkpoints, *road.sends.checkpoints]
+            kept += [*stored.checkpoints, *road.sends.checkpoints, *road.receives.checkpoints]
             cargoes = [each.cargo for each in held.transfers if isinstance(each.cargo, ImageLanding | UnitCopy)]
             moving = [cargo for cargo in cargoes if cargo.pins]
             used = [each.kept_units for each in held.transfers if each.kept_units]  # by who ran ahead of their loads
@@ -44,5 +44,6 @@ def check_all(
             landed = [copy.units for of in rows for copy in of.copies if copy.has_landed]
             check_own_units(books.rows, REQUEST, [*landed, *[of.own for of in rows]])
             callers = [each.cargo.units for each in held.transfers if isinstance(each.cargo, CallersBlocks)]
-            filled = [units for units in (*used, *[cargo.units for cargo in moving], *callers) if units]
+            of_peers = road.receives.held_units
+            filled = [units for units in (*used, *[cargo.units for cargo in moving], *callers, *of_peers) if units]
             check_own_units(books.rows, TASK, filled)
