@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from fastdeploy_cache import CacheConfig, PeerConfig, PrefixCacheManager, Request, StorageConfig, Tier
-from fastdeploy_cache.errors import ConfigError, PeerRefusedError, RequestError
+from fastdeploy_cache.errors import PeerRefusedError, RequestError
 from fastdeploy_cache.peers.transfers import Receive, Send
 from fastdeploy_cache.request import Image
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
@@ -268,10 +268,3 @@ def test_offers_that_are_none_are_refused(pair: Pair) -> None:
         pair.decode.peers.receive(shown, send.offer)
     assert not len(pair.decode.peers.road.receives)
     pair.check()
-
-
-def test_links_refuse_rows_by_name() -> None:
-    """As yet a store alone hands them over."""
-    config = instance().config
-    with pytest.raises(ConfigError, match=r"peer.link is 'shm' with layout.groups.*use 'storage'"):
-        dataclasses.replace(config, peer=dataclasses.replace(PEER, link="shm"))

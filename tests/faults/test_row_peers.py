@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +12,11 @@ import pytest
 
 from fastdeploy_cache import PeerConfig, StorageConfig
 from fastdeploy_cache.errors import PeerError
+from fastdeploy_cache.transfer_manager.client import RankStatus
 from fastdeploy_cache.transfer_manager.config import TransferConfig
-from tests.rigs.float64_engine import WAIT_SECONDS, Float64Engine, Served
+from tests.rigs.float64_engine import WAIT_SECONDS, Float64Engine
 from tests.rigs.float64_model import BLOCK, VOCABULARY
+from tests.rigs.row_trouble import Trouble, compute, signal_one
 from tests.rigs.storage_servers import ValkeyServer
 from tests.rigs.stored_float64 import storing_in
 
@@ -39,53 +39,25 @@ def instance(url: str, seed: int) -> Float64Engine:
     return storing_in(store, seed, transfer_client="processes", transfer=transfer, peer=peer)
 
 
-class Trouble:
-    """What may happen to any of it, at any time."""
+def trouble_of(server: ValkeyServer, engines: tuple[Float64Engine, ...], draw: random.Random) -> Trouble:
+    """To instances over a store, and to the store."""
 
-    def __init__(self, server: ValkeyServer, engines: tuple[Float64Engine, ...], draw: random.Random) -> None:
-        self._server, self._engines, self._draw = server, engines, draw
-        self.seen = Counter[str]()
-        self._is_paused = False
-        self._kinds: dict[str, Callable[[], None]] = {
-            "a rank is killed": lambda: self._kill(ranks=True),
-            "a process of the store is killed": lambda: self._kill(ranks=False),
-            "the server hangs": self._pause,
-            "the server starts empty": self._restart,
-            "a reset": self._reset,
-        }
+    def kill(of: Callable[[Float64Engine], list[RankStatus]]) -> None:
+        signal_one(of(draw.choice(engines)), signal.SIGKILL, draw)
 
-    def __call__(self) -> None:
-        """Before and after verbs that start copies, and between steps."""
-        if self._is_paused and self._draw.random() < 0.2:
-            self.end()
-        elif not self._is_paused and self._draw.random() < 0.02:
-            what = self._draw.choice(list(self._kinds))
-            self.seen[what] += 1
-            self._kinds[what]()
+    def restart() -> None:
+        server.kill()
+        server.start()
 
-    def _kill(self, *, ranks: bool) -> None:
-        cache = self._draw.choice(self._engines).cache
-        statuses = cache._movement.client.statuses() if ranks else cache.storage.statuses()
-        for pid in [each.pid for each in statuses if each.up and each.pid][:1]:
-            with contextlib.suppress(ProcessLookupError):  # it was killed a moment ago, and is not reaped yet
-                os.kill(pid, signal.SIGKILL)
-
-    def _reset(self) -> None:
-        self._draw.choice(self._engines).cache.reset()
-
-    def _pause(self) -> None:
-        self._server.pause()
-        self._is_paused = True
-
-    def _restart(self) -> None:
-        self._server.kill()
-        self._server.start()
-
-    def end(self) -> None:
-        """What hangs goes on."""
-        if self._is_paused:
-            self._server.resume()
-            self._is_paused = False
+    trouble = Trouble(draw, {})
+    trouble.kinds = {
+        "a rank is killed": lambda: kill(lambda engine: engine.cache._movement.client.statuses()),
+        "a process of the store is killed": lambda: kill(lambda engine: engine.cache.storage.statuses()),
+        "the server hangs": lambda: trouble.hang(server.pause, server.resume),
+        "the server starts empty": restart,
+        "a reset": lambda: draw.choice(engines).cache.reset(),  # noqa: PLW0108 (of one that is drawn then)
+    }
+    return trouble
 
 
 def handed_over(prefill: Float64Engine, prompt: list[int]) -> bytes | None:
@@ -95,7 +67,7 @@ def handed_over(prefill: Float64Engine, prompt: list[int]) -> bytes | None:
         send = prefill.cache.peers.offer(served.request)
     except PeerError:  # the store is away, or a reset was faster
         send = None
-    _compute(prefill, served)
+    compute(prefill, served)
     return send.offer if send is not None and send.wait(WAIT_SECONDS) else None
 
 
@@ -108,15 +80,8 @@ def gone_on_with(decode: Float64Engine, prompt: list[int], offer: bytes) -> tupl
         came = False
     served = decode.begin(prompt, 3, request)
     num_hit = served.num_hit
-    _compute(decode, served)
+    compute(decode, served)
     return came, num_hit
-
-
-def _compute(engine: Float64Engine, served: Served) -> None:
-    while not engine.step(served):
-        engine.disturb()
-    engine.check(served)
-    engine.end(served)
 
 
 @pytest.mark.timeout(120 + NUM_RECEIVES)
@@ -125,7 +90,7 @@ def test_prompts_are_handed_over_in_trouble(tmp_path: Path) -> None:
     draw, server = random.Random(NUM_RECEIVES), ValkeyServer(tmp_path)
     server.start()
     prefill, decode = (instance(server.unix_url, seed) for seed in (1, 2))
-    trouble = Trouble(server, (prefill, decode), draw)
+    trouble = trouble_of(server, (prefill, decode), draw)
     num_offers = num_came = num_hit = 0
     decode.is_patient = True
     with prefill.cache, decode.cache:

@@ -32,7 +32,7 @@ class RowArrays(MutableSequence[object]):
 
     def __setitem__(self, unit: Any, content: Any) -> None:
         for number, array in enumerate(self._arrays):
-            array[unit] = 1e30 if isinstance(content, str) else content[number]
+            array[unit] = 3e4 if isinstance(content, str) else content[number]
 
     def __delitem__(self, unit: Any) -> None:
         raise AssertionError("memory does not shrink")

@@ -33,12 +33,13 @@ def word(step: int, num_layers: int) -> int:
 class Stage:
     """A sender, what it has put, and short ways to talk to it. Offer 7 has four blocks; its task is number 70."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_rows: bool = False) -> None:
         self.sent: list[tuple[bytes, ToReader]] = []
         self.step_word = 0
         self.sender = Sender(
-            OWNER, NUM_LAYERS, SILENCE, lambda to, message: self.sent.append((to, message)), lambda: self.step_word
-        )
+            OWNER, NUM_LAYERS, SILENCE, lambda to, message: self.sent.append((to, message)), lambda: self.step_word,
+            has_rows=has_rows,
+        )  # fmt: skip
         self.key = SendKey(OWNER, 7)
 
     def mark(self, step: int, num_layers: int) -> None:
@@ -57,8 +58,15 @@ class Stage:
         detail = SendDetail(number=7, num_blocks=4, num_complete=complete, step=step)
         self.sender.begin(self._task(TaskKind.SEND, ids), detail, DEADLINE, now)
 
-    def update(self, *ids: int, complete: int = 0, step: int | None = None, why: Why | None = None) -> None:
-        detail = SendDetail(number=7, num_blocks=4, num_complete=complete, step=step, why=why)
+    def update(
+        self,
+        *ids: int,
+        complete: int = 0,
+        step: int | None = None,
+        why: Why | None = None,
+        units: bytes | None = None,
+    ) -> None:
+        detail = SendDetail(number=7, num_blocks=4, num_complete=complete, step=step, why=why, units=units)
         self.sender.update(self._task(TaskKind.UPDATE_SEND, ids), detail)
 
     def subscribe(

@@ -224,3 +224,29 @@ def test_a_reader_that_comes_again_is_answered_where_it_is_now(stage: Stage) -> 
     assert [to for to, _ in stage.heard()] == [b"new"]
     stage.confirm(stage.reader())
     assert len(stage.ends()) == 1
+
+
+def test_a_checkpoint_is_told_once_it_is_there() -> None:
+    """Behind all blocks, also one of no units; and again to who asks again."""
+    for units in (b"units", b""):
+        stage = Stage(has_rows=True)
+        stage.begin(10, 11, 12, 13, complete=4)
+        stage.subscribe(stage.reader())
+        assert stage.state().units is None
+        stage.update(complete=4, units=units)
+        assert stage.state().units == units
+        stage.update(complete=4, units=units)
+        assert not stage.heard()
+        stage.subscribe(stage.reader(), known=4)
+        assert stage.state().units == units
+
+
+def test_what_lacks_its_checkpoint_is_not_confirmed() -> None:
+    """All blocks are there, and nobody could go on behind them."""
+    stage = Stage(has_rows=True)
+    stage.begin(10, 11, 12, 13, complete=4)
+    stage.subscribe(stage.reader())
+    assert reason(stage.confirm(stage.reader())) == "gone"
+    stage.update(complete=4, units=b"")
+    assert isinstance(stage.confirm(stage.reader()), Confirmed)
+    assert [end.why for end in stage.ends()] == [None]
