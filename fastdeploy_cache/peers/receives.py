@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,14 +11,14 @@ from itertools import islice
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import REQUEST, TASK
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.checkpoint import Checkpoint, deepest_within
+from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.growing import insert
 from fastdeploy_cache.books.path import coming_and_cold, coming_ids, num_gpu
 from fastdeploy_cache.books.run import GPU, Pin
 from fastdeploy_cache.books.transfer import Transfer
-from fastdeploy_cache.books.unit_pool import UnitPool
 from fastdeploy_cache.errors import OutOfBlocksError
 from fastdeploy_cache.movement.movement import Movement
+from fastdeploy_cache.peers.end_checkpoints import EndCheckpoints
 from fastdeploy_cache.peers.transfers import Receive
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.transfer_manager.peer.messages import Detail, EndReceiveDetail, ReceiveDetail
@@ -37,9 +36,9 @@ class OpenReceive:
     receive: Receive
     namespace: str
     keys: BlockKeys
-    first: int
     generation: int
     source_name: str
+    first: int = 0
     task_id: int = -1
     pin: Pin | None = None  # once it has landed: on all of it
     ids: array[int] = field(default_factory=lambda: array("i"))  # the task's
@@ -62,7 +61,8 @@ class PeerReceives:
     def __init__(self, books: Books, movement: Movement, put: Put, on_load: Callable[[OpenReceive], None]) -> None:
         """`on_load`: a load that a receive waits for has ended; a turn of its own."""
         self._books, self._tree, self._put, self._on_load = books, books.tree, put, on_load
-        self._loader, self._copy_down, self._images = movement.loader, movement.copy_down, movement.images
+        self._loader, self._copy_down = movement.loader, movement.copy_down
+        self._ends = EndCheckpoints(books, movement.images)
         self._by_task: dict[int, OpenReceive] = {}
         self._by_request: dict[str, OpenReceive] = {}  # that are wanted
 
@@ -106,83 +106,55 @@ class PeerReceives:
             OutOfBlocksError: there is none; nothing was changed.
             MemoryError: likewise.
         """
-        tree, ids = self._tree, array("i")
-        units: list[array[int]] = []
-        path, num_found = tree.find(request.namespace, keys, offer.num_blocks)
-        pin = tree.move_pin(None, *tree.place(path, num_found))
-        there: Checkpoint | None = None
+        receive = Receive(request.request_id, number, 0, self._books.clock.event())
+        mine = OpenReceive(receive, request.namespace, keys, self._tree.generation, offer.source.name)
         try:
-            num_coming, parts = coming_and_cold(path, num_found)
-            num_cold = sum(n for _, _, n in parts)
-            short = offer.num_blocks - num_found + num_cold - tree.residency.num_available(GPU)
-            if short > 0:
-                raise OutOfBlocksError(short, num_coming)
-            if num_cold and not self._loader.start(parts, num_cold):
-                num_found -= num_cold  # what cannot be loaded is received
-                pin = tree.move_pin(pin, *tree.place(path, num_found))
-            _, loads = coming_ids(path, num_gpu(path, num_found), num_found)
-            there = self._checkpoint_there(pin, offer.num_blocks)
-            if there is None:
-                self._take_units(units, offer.num_blocks)
-            ids = self._books.take(offer.num_blocks - num_found, GPU, TASK)
-            receive = Receive(request.request_id, number, len(ids), self._books.clock.event())
-            name = offer.source.name
-            mine = OpenReceive(receive, request.namespace, keys, num_found, tree.generation, name, pin=pin, ids=ids)
-            mine.loads, mine.checkpoint = loads, there
-            if self._books.rows is not None and there is None:
-                mine.units = units
-            for load in loads:  # the end of each may be the last that was missing
-                load.on_done.append(functools.partial(self._on_load, mine))
+            self._reserve(mine, offer.num_blocks)
+            receive.num_blocks = len(mine.ids)
             detail = ReceiveDetail(
                 source=offer.source,
                 number=offer.number,
-                first_block=num_found,
+                first_block=mine.first,
                 num_blocks=offer.num_blocks,
                 receive_number=number,
                 slot=slot,
                 units=b"".join([each.tobytes() for each in mine.units]) if mine.units is not None else None,
             )
             self._by_request[request.request_id] = mine
-            mine.task_id = self._put(TaskKind.RECEIVE, ids, detail, self._by_task, mine)
+            mine.task_id = self._put(TaskKind.RECEIVE, mine.ids, detail, self._by_task, mine)
         except BaseException:
             self._by_request.pop(request.request_id, None)
-            tree.pools[0].free(ids, TASK)
-            if self._books.rows is not None:
-                self._books.rows.free_units(units)
-                if there is not None:
-                    self._books.rows.checkpoints.unpin(there)
-            tree.move_pin(pin, None, 0)
+            self._tree.pools[0].free(mine.ids, TASK)
+            self._ends.free(mine.units)
+            self._ends.unpin(mine.checkpoint)
+            self._tree.move_pin(mine.pin, None, 0)
             raise
-        for load in loads:
+        for load in mine.loads:
             load.num_waiting += 1
         return mine
 
-    def _checkpoint_there(self, pin: Pin | None, boundary: int) -> Checkpoint | None:
-        """The one behind so many blocks, if they are pinned and it is on the GPU: it is pinned, too. One that has its
-        image alone is received: a load of it might not come."""
-        rows = self._books.rows
-        checkpoint = deepest_within(pin.run, pin.end) if rows is not None and pin is not None else None
-        if rows is None or checkpoint is None or checkpoint.boundary != boundary or checkpoint.units is None:
-            return None
-        rows.checkpoints.pin(checkpoint)
-        return checkpoint
-
-    def _take_units(self, units: list[array[int]], boundary: int) -> None:
-        """Add those of a checkpoint behind so many blocks, by row; behind none there are none.
-
-        Raises:
-            OutOfBlocksError: a row has not that many.
-        """
-        if (rows := self._books.rows) is None:
-            return
-        counts, needed = rows.checkpoints.sizes.counts(boundary), Counter[UnitPool]()
-        for number, (pool, count) in enumerate(zip(rows.checkpoints.pools, counts, strict=True)):
-            needed[pool] += count
-            if (short := needed[pool] - pool.num_available) > 0:
-                coming = self._images.num_coming()[number] if self._images is not None else 0
-                raise OutOfBlocksError(short, coming, row=str(rows.checkpoints.sizes.rows[number]))
-        for number, count in enumerate(counts):
-            units.append(rows.take(number, count, TASK))
+    def _reserve(self, mine: OpenReceive, num_blocks: int) -> None:
+        """Pin what is here of so many blocks, load what is in the CPU tier alone, and take room for all else. What it
+        has taken when it raises is the caller's to give back."""
+        tree = self._tree
+        path, num_found = tree.find(mine.namespace, mine.keys, num_blocks)
+        mine.pin = tree.move_pin(None, *tree.place(path, num_found))
+        num_coming, parts = coming_and_cold(path, num_found)
+        num_cold = sum(n for _, _, n in parts)
+        short = num_blocks - num_found + num_cold - tree.residency.num_available(GPU)
+        if short > 0:
+            raise OutOfBlocksError(short, num_coming)
+        if num_cold and not self._loader.start(parts, num_cold):
+            num_found -= num_cold  # what cannot be loaded is received
+            mine.pin = tree.move_pin(mine.pin, *tree.place(path, num_found))
+        _, loads = coming_ids(path, num_gpu(path, num_found), num_found)
+        mine.checkpoint = self._ends.keep(mine.pin, num_blocks)
+        if mine.checkpoint is None:
+            mine.units = self._ends.take(num_blocks)
+        mine.first, mine.ids = num_found, self._books.take(num_blocks - num_found, GPU, TASK)
+        for load in loads:  # the end of each may be the last that was missing
+            load.on_done.append(functools.partial(self._on_load, mine))
+        mine.loads = loads
 
     def answered(self, task_id: int, why: Why | None) -> OpenReceive:
         """Every rank has answered, or is reaped."""
@@ -206,8 +178,7 @@ class PeerReceives:
             self._tree.pools[0].free(mine.ids, TASK)
         elif not self._tree.mishaps.contain("landing", lambda: self._land(mine)):
             mine.why = "failed", "this instance's books could not take what had come; see its log"
-        if mine.units is not None and self._books.rows is not None:
-            self._books.rows.free_units(mine.units)
+        self._ends.free(mine.units)
         mine.ids, mine.units = array("i"), None
         if not mine.is_wanted or mine.why is not None:
             self._let_go(mine)
@@ -225,21 +196,9 @@ class PeerReceives:
     def _land(self, mine: OpenReceive) -> None:
         if mine.ids:
             self._insert(mine)
-        self._publish(mine)
-
-    def _publish(self, mine: OpenReceive) -> None:
-        rows, pin, units = self._books.rows, mine.pin, mine.units
-        if rows is None or pin is None or units is None:
-            return
-        boundary = sum([run.num_blocks for run in pin.run.path()]) - pin.run.num_blocks + pin.end
-        if boundary < mine.first + len(mine.ids):
-            raise MemoryError("not all of the blocks in front of it could be inserted")
-        checkpoint, is_taken = rows.checkpoints.publish(pin.run, pin.end, boundary, units, TASK)
-        if is_taken:
-            mine.units = None
-        else:  # made here meanwhile
-            rows.checkpoints.pin(checkpoint)
-        mine.checkpoint = checkpoint
+        if mine.units is not None and mine.pin is not None:
+            mine.checkpoint, is_taken = self._ends.publish(mine.pin, mine.first + len(mine.ids), mine.units)
+            mine.units = None if is_taken else mine.units
 
     def _insert(self, mine: OpenReceive) -> None:
         tree, pin = self._tree, mine.pin
@@ -288,8 +247,7 @@ class PeerReceives:
         if self._by_request.get(mine.receive.request_id) is mine:
             del self._by_request[mine.receive.request_id]
         checkpoint, mine.checkpoint = mine.checkpoint, None
-        if checkpoint is not None and self._books.rows is not None:
-            self._books.rows.checkpoints.unpin(checkpoint)  # first: its path is pinned as long as it is
+        self._ends.unpin(checkpoint)  # first: its path is pinned as long as it is
         pin, mine.pin = mine.pin, None
         if pin is not None:
             self._books.let_go(pin)

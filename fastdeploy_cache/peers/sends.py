@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 from fastdeploy_cache.books.block_pool import REQUEST, TASK
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.checkpoint import Checkpoint, deepest_within
+from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.errors import RequestError
+from fastdeploy_cache.peers.end_checkpoints import EndCheckpoints
 from fastdeploy_cache.peers.transfers import Send
 from fastdeploy_cache.requests.active_request import VOID, ActiveRequest
 from fastdeploy_cache.transfer_manager.peer.messages import Detail, Reason, SendDetail, Why
@@ -49,7 +50,7 @@ class PeerSends:
     """
 
     def __init__(self, books: Books, put: Put) -> None:
-        self._books, self._tree, self._put = books, books.tree, put
+        self._books, self._tree, self._put, self._ends = books, books.tree, put, EndCheckpoints(books)
         self._by_task: dict[int, OpenSend] = {}
         self._by_request: dict[str, OpenSend] = {}  # whose request runs
         self._by_update: dict[int, OpenSend] = {}
@@ -96,23 +97,20 @@ class PeerSends:
     def _keep_checkpoint(self, mine: OpenSend, active: ActiveRequest) -> bool:
         """Pin the one at which the offer ends, with its path, once all blocks are computed and it is there; whether it
         has come just now. All of it or, on `MemoryError`, nothing."""
-        rows, pin, num_blocks = self._books.rows, active.pin, mine.send.num_blocks
-        if rows is None or mine.checkpoint is not None or pin is None or active.num_pinned_blocks < num_blocks:
+        pin, num_blocks = active.pin, mine.send.num_blocks
+        is_due = self._books.rows is not None and mine.checkpoint is None
+        if not is_due or pin is None or active.num_pinned_blocks < num_blocks:
             return False
-        run, end = self._tree.place(pin.run.path(), num_blocks)
-        checkpoint = deepest_within(run, end) if run is not None else None
-        if checkpoint is None or checkpoint.end != end or checkpoint.units is None:
-            return False
-        mine.pin = self._tree.move_pin(mine.pin, run, end)
-        rows.checkpoints.pin(checkpoint)
-        mine.checkpoint = checkpoint
-        return True
+        mine.pin = self._tree.move_pin(mine.pin, *self._tree.place(pin.run.path(), num_blocks))
+        mine.checkpoint = self._ends.keep(mine.pin, num_blocks)
+        if mine.checkpoint is None:
+            self._let_go(mine)
+        return mine.checkpoint is not None
 
     def _let_go(self, mine: OpenSend) -> None:
         """What it has pinned. Needs no memory."""
         checkpoint, mine.checkpoint = mine.checkpoint, None
-        if checkpoint is not None and self._books.rows is not None:
-            self._books.rows.checkpoints.unpin(checkpoint)  # first: its path is pinned as long as it is
+        self._ends.unpin(checkpoint)  # first: its path is pinned as long as it is
         pin, mine.pin = mine.pin, None
         if pin is not None:
             self._tree.unpin(pin)

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Matched
-from fastdeploy_cache.books.checkpoint import Checkpoint, deepest_within
-from fastdeploy_cache.books.row_books import RowBooks
-from fastdeploy_cache.books.run import Pin, Run
+from fastdeploy_cache.books.checkpoint import Checkpoint
+from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import PeerError
 from fastdeploy_cache.ipc.clock import Alarm
 from fastdeploy_cache.movement.block_mover import TaskEnded
 from fastdeploy_cache.movement.movement import Movement
+from fastdeploy_cache.peers.end_checkpoints import EndCheckpoints
 from fastdeploy_cache.peers.offers import PeerOffers, last_boundary
 from fastdeploy_cache.peers.processes import NoProcesses
 from fastdeploy_cache.peers.transfers import Receive, Send
@@ -54,7 +54,7 @@ class StoredSends:
 
     def __init__(self, books: Books, movement: Movement, storage: StorageAccess) -> None:
         self._books, self._tree = books, books.tree
-        self._movement, self._storage = movement, storage
+        self._movement, self._storage, self._ends = movement, storage, EndCheckpoints(books)
         self._open: dict[str, _Stored] = {}
         books.listen(TaskEnded, lambda _: self._check(is_idle=storage.is_idle and storage.is_attached))
         books.listen(StorageTaskEnded, lambda _: self._check(is_idle=False))
@@ -99,24 +99,16 @@ class StoredSends:
         if mine is None or mine.pin is not None or active.pin is None:
             return
         if active.num_committed_blocks >= mine.send.num_blocks and mine.generation == self._tree.generation:
-            run, end = self._tree.place(active.pin.run.path(), mine.send.num_blocks)
-            assert run is not None
-            if (rows := self._books.rows) is not None and not self._pin_checkpoint(rows, mine, run, end):
+            num_blocks = mine.send.num_blocks
+            pin = self._tree.move_pin(None, *self._tree.place(active.pin.run.path(), num_blocks))
+            assert pin is not None
+            mine.checkpoint = self._ends.keep(pin, num_blocks, on_gpu=False)
+            if mine.checkpoint is None and self._books.rows is not None:
+                self._tree.unpin(pin)
                 return  # it comes with a snapshot of these tokens
-            if mine.pin is None:
-                mine.pin = self._tree.move_pin(None, run, end)
-            assert mine.pin is not None
-            self._storage.write(mine.pin.run.path())
+            mine.pin = pin
+            self._storage.write(pin.run.path())
             self._check(is_idle=self._storage.is_idle)  # where nothing could be begun, nothing will end
-
-    def _pin_checkpoint(self, rows: RowBooks, mine: _Stored, run: Run, end: int) -> bool:
-        checkpoint = deepest_within(run, end)
-        if checkpoint is None or checkpoint.end != end:
-            return False
-        mine.pin = self._tree.move_pin(None, run, end)
-        rows.checkpoints.pin(checkpoint)
-        mine.checkpoint = checkpoint
-        return True
 
     def released(self, active: ActiveRequest, private_ids: array[int]) -> Callable[[], array[int]]:
         """The request is to go: see `PeerSends`. Its blocks are the tree's, and those of its own go home."""
@@ -173,9 +165,8 @@ class StoredSends:
     def _end(self, mine: _Stored, why: Why | None) -> None:
         del self._open[mine.send.request_id]
         mine.alarm.cancel()
-        if mine.checkpoint is not None and self._books.rows is not None:
-            self._books.rows.checkpoints.unpin(mine.checkpoint)  # first: its path is pinned as long as it is
-            mine.checkpoint = None
+        checkpoint, mine.checkpoint = mine.checkpoint, None
+        self._ends.unpin(checkpoint)  # first: its path is pinned as long as it is
         pin, mine.pin = mine.pin, None
         if pin is not None:
             self._tree.unpin(pin)

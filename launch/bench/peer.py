@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from fastdeploy_cache.launch.bench.peer_instances import Instances
 from fastdeploy_cache.launch.bench.peer_memory import LinkedMemory, Way
+from fastdeploy_cache.launch.bench.peer_rows import StateInstances
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 
 PIECE_SIZES = tuple(kib * 2**10 for kib in (16, 64, 256, 1024, 4096))
@@ -120,6 +121,16 @@ def overlap(kind: str, memory_bytes: int, repeats: int) -> Overlap:
     return Overlap(
         layer_bytes=instances.layer_bytes, num_layers=_MODEL.num_layers, layer_seconds=layer_seconds, **found
     )
+
+
+def state_seconds(kind: str, repeats: int) -> tuple[int, float]:
+    """Bytes of a hybrid model's state, and the median of the seconds from the last commit of its prompt to the end of
+    `receive`."""
+    instances = StateInstances(kind)
+    try:
+        return instances.state_bytes, medians({"state": instances.after_commit_seconds}, repeats)["state"]
+    finally:
+        instances.close()
 
 
 def smallest_receive_seconds(kind: str, repeats: int) -> float:

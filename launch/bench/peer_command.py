@@ -8,7 +8,7 @@ from typing import Any
 
 from fastdeploy_cache.errors import LaunchError, NotEnoughMemoryError
 from fastdeploy_cache.ipc.memory_limit import available_memory_bytes
-from fastdeploy_cache.launch.bench.peer import Overlap, link_rows, overlap, smallest_receive_seconds
+from fastdeploy_cache.launch.bench.peer import Overlap, link_rows, overlap, smallest_receive_seconds, state_seconds
 from fastdeploy_cache.launch.bench.peer_memory import LinkMissingError
 from fastdeploy_cache.launch.bench.report import Figure, Report, at_least, at_most, size
 from fastdeploy_cache.transfer_manager.peer import KINDS
@@ -17,6 +17,7 @@ _GB, _MIB = 1e9, 2**20
 _FLOORS = {"shm": "plain copy", "nixl": "NIXL alone", "mooncake": "Mooncake alone"}
 _PROMISED = {"shm": (256 * 2**10, 0.8), "nixl": (_MIB, 0.85), "mooncake": (_MIB, 0.85)}
 _MEMORY_TIMES = 8  # segments of both processes of a link, a copy, and the pools of both instances
+_MOST_STATE_MS = 10.0  # shm: from a prompt's last commit until its state is at the other instance
 _NO_GPU = "GPU memory is not measured: the KV arrays of this benchmark are in host memory"
 
 
@@ -47,6 +48,7 @@ def bench_peer(json_file: Path | None, repeats: int, memory_bytes: int, kinds: S
             links[kind] |= {"overlap": described, "smallest_receive_seconds": smallest_receive_seconds(kind, repeats)}
         if links:
             _show_overlaps(report, overlaps, {kind: link["smallest_receive_seconds"] for kind, link in links.items()})
+            _run_states(report, links, repeats)
         return report.end()
 
 
@@ -105,3 +107,16 @@ def _show_overlaps(report: Report, overlaps: dict[str, Overlap], smallest: dict[
     sizes = next(iter(overlaps.values()))
     about = f"{sizes.num_layers} layers of {sizes.layer_bytes / _MIB:.1f} MiB"
     report.table("A prompt that is sent while it is computed", lines, about=about, label="link")
+
+
+def _run_states(report: Report, links: dict[str, Any], repeats: int) -> None:
+    lines = {}
+    for kind, link in links.items():
+        num_bytes, seconds = state_seconds(kind, repeats)
+        link["state"] = {"num_bytes": num_bytes, "after_commit_seconds": seconds}
+        promise = at_most("shm: the state is there, ms after the last commit", _MOST_STATE_MS)
+        lines[kind] = [
+            Figure("state", num_bytes / _MIB, "MiB"),
+            Figure("there after the last commit", seconds * 1e3, "ms", None, promise if kind == "shm" else None),
+        ]
+    report.table("The state of a hybrid model (Qwen3-Next-80B in shape)", lines, label="link")

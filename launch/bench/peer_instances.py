@@ -15,7 +15,7 @@ from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 
 _SECONDS = 60.0
-_TRAVEL_SECONDS = 0.02  # of an offer to the other instance
+TRAVEL_SECONDS = 0.02  # of an offer to the other instance
 
 
 class Instances:
@@ -62,7 +62,7 @@ class Instances:
         self._prefill.commit(mine, self.num_blocks * self.block_size)
         send = self._offer(mine)
         started = time.perf_counter()
-        ended = _ended(self._decode.peers.receive(theirs, send.offer))
+        ended = moment_of_end(self._decode.peers.receive(theirs, send.offer))
         self._finish(mine, theirs, ids, send)
         return ended - started
 
@@ -89,7 +89,7 @@ class Instances:
             computed = time.perf_counter()
             progress.mark(self._step, layer + 1)
         self._prefill.commit(mine, num_tokens)
-        ended = _ended(receive)
+        ended = moment_of_end(receive)
         self._finish(mine, theirs, ids, send)
         return ended - computed
 
@@ -103,7 +103,7 @@ class Instances:
 
     def _offer(self, mine: Request) -> Send:
         send = self._prefill.peers.offer(mine)
-        time.sleep(_TRAVEL_SECONDS)
+        time.sleep(TRAVEL_SECONDS)
         return send
 
     def _request(self, name: str, number: int, num_blocks: int) -> Request:
@@ -138,7 +138,7 @@ def _instance(role: Any, link: Any, layout: KVLayout, block_size: int, num_block
     )
 
 
-def _ended(receive: Receive) -> float:
+def moment_of_end(receive: Receive) -> float:
     """When; on the clock of `time.perf_counter`."""
     moments: list[float] = []
     is_over = threading.Event()

@@ -139,9 +139,9 @@ def test_the_overlap_shows_a_sender_that_begins_at_the_end(monkeypatch: pytest.M
 
 
 def test_every_promised_figure_has_a_verdict_that_follows(tiny: Run) -> None:
-    """Three entries for each link, four for shm, each the ratio of its own figures; the status is their verdict."""
+    """Three entries for each link, five for shm, each of its own figures; the status is their verdict."""
     values = {entry["name"]: entry["value"] for entry in tiny.found["reach"]}
-    assert len(values) == 3 * len(tiny.found["links"]) + 1 and all(is_consistent(e) for e in tiny.found["reach"])
+    assert len(values) == 3 * len(tiny.found["links"]) + 2 and all(is_consistent(e) for e in tiny.found["reach"])
     for kind, link in tiny.found["links"].items():
         promised = 2**18 if kind == "shm" else 2**20
         (row,) = [row for row in link["rows"] if row["piece_bytes"] == promised]
@@ -156,6 +156,10 @@ def test_every_promised_figure_has_a_verdict_that_follows(tiny: Run) -> None:
         assert ratio == pytest.approx(link["overlap"]["visible"] / link["overlap"]["alone"], abs=0.001)
         alone = values[f"{kind}: last layer alone / whole"]
         assert alone == pytest.approx(link["overlap"]["alone"] / link["overlap"]["whole"], abs=0.001)
+    state = tiny.found["links"]["shm"]["state"]
+    assert state["num_bytes"] == 36 * (8192 * 3 + 32 * 128 * 128) * 2
+    said = values["shm: the state is there, ms after the last commit"]
+    assert said == pytest.approx(1e3 * state["after_commit_seconds"], abs=0.001)
     assert tiny.status == (0 if all(entry["ok"] for entry in tiny.found["reach"]) else 1)
 
 

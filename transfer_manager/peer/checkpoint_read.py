@@ -66,7 +66,7 @@ class CheckpointRead:
         self._go_on()
 
     def _go_on(self) -> None:
-        """To the next layer of the row, or to the next row of which there is a unit."""
+        """Find the next layer of the row, or the next row of which there is a unit."""
         layout, num_layers = self._layout, self._layout.num_layers
         while self._row < len(layout.rows):
             of_row = (each for each in range(self._layer, num_layers) if layout.row_of(each) == self._row)
