@@ -266,7 +266,7 @@ def test_commands_in_sentences_are_there() -> None:
         while words and hasattr(at, "commands") and words[0] in at.commands:
             at, words = at.commands[words[0]], words[1:]
         options = {option for each in at.params for option in (*each.opts, *each.secondary_opts)} | {"--help", "-h"}
-        if at.name == "start":  # the others go on to `serve`
+        if at.name in ("start", "up"):  # the others go on to `serve`
             options |= {option for each in group.commands["serve"].params for option in each.opts}
         if at is group and words[0] not in options | {"..."}:
             broken.append((page, span))

@@ -38,7 +38,7 @@ class StateInstances:
 
     @property
     def state_bytes(self) -> int:
-        """Of one state, in all layers."""
+        """The bytes of one state, in all layers."""
         layout = self._sides[0].config.rank_layout()
         assert layout is not None
         return layout.unit_bytes(1)

@@ -106,6 +106,30 @@ def test_a_conversation_is_answered_as_by_one_server(group: Group) -> None:
     }
 
 
+def test_a_hybrid_model_is_answered_as_by_one_server(tmp_path: Path) -> None:
+    """Its states and windows are received, too: the same words, and of each prompt all but its last part block."""
+    make_secret(tmp_path / "secret")
+    alike = ["--model", "hybrid", "--ranks", "1", *SMALL]
+    secret = ["--set", f"peer.secret_file={tmp_path / 'secret'}"]
+    with ThreadPoolExecutor() as pool:
+        mixed = pool.submit(Server, tmp_path / "mixed", *alike)
+        prefill = pool.submit(Server, tmp_path / "prefill", "--role", "prefill", *alike, *secret)
+        decode = pool.submit(Server, tmp_path / "decode", "--role", "decode", *alike, *secret)
+        servers = [each.result() for each in (mixed, prefill, decode)]
+    messages = [SYSTEM]
+    with routed([servers[1].url], [servers[2].url]) as url:
+        for question in QUESTIONS:
+            messages.append({"role": "user", "content": question})
+            answer = post(url, {"messages": messages, "max_tokens": 16})
+            assert text_of(answer) == text_of(post(servers[0].url, {"messages": messages, "max_tokens": 16}))
+            messages.append({"role": "assistant", "content": text_of(answer)})
+            usage = answer["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == (usage["prompt_tokens"] - 1) // 16 * 16
+    assert [peer["transfers"] for peer in status(servers[2])["peers"]] == [len(QUESTIONS)], status(servers[2])["peers"]
+    for server in servers:
+        assert server.end(signal.SIGTERM) == 0, server.rest
+
+
 def test_what_decode_has_is_not_sent(group: Group) -> None:
     """The same chat again: the same words, and not a byte."""
     chat = {"messages": [SYSTEM, {"role": "user", "content": "What is a cache?"}], "max_tokens": 8}
