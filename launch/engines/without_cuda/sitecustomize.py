@@ -3,7 +3,8 @@ at the start of every interpreter that has this folder on PYTHONPATH.
 
 SGLang imports packages that exist for GPUs only; on a CPU it calls nothing of them. They are empty here, and whoever
 asks whether they are installed hears that they are not. Of HiCache, memory is not registered with CUDA, and the two
-kernels that copy pages between device and host pools are copies by index.
+kernels that copy pages between device and host pools are copies by index. The attention that runs on CPUs writes to
+pools of windows by their own slots, and reads by those of the full pool: here it reads by their own, too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 _MISSING = ("sgl_kernel", "torchvision", "flashinfer", "torchao")
 _POOLS = "sglang.srt.mem_cache.pool_host"
+_ATTENTION = "sglang.srt.layers.attention.torch_native_backend"
 
 
 class _Nothing:
@@ -72,11 +74,15 @@ class _Changed(importlib.abc.Loader):
         self._change(module)
 
 
-class _HostPools(importlib.abc.MetaPathFinder):
-    """Finds SGLang's host pools, to be changed once they have been loaded."""
+class _Modules(importlib.abc.MetaPathFinder):
+    """Finds those of SGLang's modules that are changed once they have been loaded."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        changes = {f"{_POOLS}.common": _register_nothing, f"{_POOLS}.mha": _copy_by_index}
+        changes = {
+            f"{_POOLS}.common": _register_nothing,
+            f"{_POOLS}.mha": _copy_by_index,
+            _ATTENTION: _read_windows,
+        }
         if name not in changes:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
@@ -112,9 +118,38 @@ def _store_layers(*, src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices
         host[pages, layer] = device[src_indices].unflatten(0, (len(pages), page_size))
 
 
+class _Slots:
+    """Slots of requests in the pool of windows: `req_to_token` by request and position, as of the full pool."""
+
+    def __init__(self, pools: Any, windows: Any) -> None:
+        self._pools, self._windows, self.req_to_token = pools, windows, self
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._windows.translate_loc_from_full_to_swa(self._pools.req_to_token[at])
+
+
+def _read_windows(module: Any) -> None:
+    backend = module.TorchNativeAttnBackend
+    for name in ("forward_extend", "forward_decode"):
+        setattr(backend, name, _by_own_slots(getattr(backend, name)))
+
+
+def _by_own_slots(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any, q: Any, k: Any, v: Any, layer: Any, *arguments: Any, **named: Any) -> Any:
+        pools, kv = self.req_to_token_pool, self.token_to_kv_pool
+        if self.use_sliding_window_kv_pool and kv.layers_mapping[layer.layer_id][1]:
+            self.req_to_token_pool = _Slots(pools, kv)
+        try:
+            return forward(self, q, k, v, layer, *arguments, **named)
+        finally:
+            self.req_to_token_pool = pools
+
+    return wrapped
+
+
 def _install() -> None:
     sys.meta_path.append(_Empty())
-    sys.meta_path.insert(0, _HostPools())
+    sys.meta_path.insert(0, _Modules())
     find = importlib.util.find_spec
 
     def find_installed(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:

@@ -1,0 +1,68 @@
+"""Where pages lie in the chains by which they were cached. SGLang names a page by its hash alone, and our tree keeps
+chains of pages: this knows which hash is where in which."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from fastdeploy_cache.adapters.sglang_linker.device_pools import PAGE_TOKENS
+from fastdeploy_cache.request import Request
+
+Hashes = Sequence[bytes]  # 32 bytes each
+
+
+class Link(NamedTuple):
+    """Pages [first, end) of a chain, which `request` names from its front."""
+
+    request: Request
+    first: int
+    end: int
+
+
+class Chains:
+    """A chain is the pages of one offload, or what a look-up found in storage. One thread.
+
+    Which pages stand in front of a look-up's first is not told, so that a page which begins one has to be found by
+    itself. What is forgotten here is found as the beginning of a chain at most.
+    """
+
+    def __init__(self, most: int) -> None:
+        """`most`: pages that are remembered; those that were not asked for the longest go first."""
+        self._most = most
+        self._at: OrderedDict[bytes, tuple[tuple[bytes, ...], int]] = OrderedDict()
+        self._numbers = count(1)
+
+    def link(self, hashes: Hashes) -> Link:
+        """The chain on which the first of these pages lies, with the others behind it; of an unknown page, its own."""
+        chain, place = self._at.get(hashes[0], ((), 0))
+        if hashes[0] in self._at:
+            self._at.move_to_end(hashes[0])
+        return Link(self._request([*chain[:place], *hashes]), place, place + len(hashes))
+
+    def fresh(self, hashes: Hashes) -> Link:
+        """A chain of these pages alone."""
+        return Link(self._request(hashes), 0, len(hashes))
+
+    def note(self, link: Link, hashes: Hashes) -> None:
+        """These pages lie there."""
+        tokens = np.frombuffer(link.request.tokens, np.int32).astype(">u2").tobytes()
+        chain = tuple([tokens[at : at + 32] for at in range(0, 32 * (link.first + len(hashes)), 32)])
+        for place, page in enumerate(hashes, link.first):
+            self._at[page] = chain, place
+            self._at.move_to_end(page)
+        while len(self._at) > self._most:
+            self._at.popitem(last=False)
+
+    def clear(self) -> None:
+        """Nothing lies anywhere."""
+        self._at.clear()
+
+    def _request(self, hashes: Hashes) -> Request:
+        tokens = np.frombuffer(b"".join(hashes), ">u2").astype(np.int32)
+        assert len(tokens) == PAGE_TOKENS * len(hashes), "a hash has 32 bytes"
+        return Request(request_id=f"pages {next(self._numbers)}", prompt_token_ids=tokens)

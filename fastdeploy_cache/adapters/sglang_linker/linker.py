@@ -1,0 +1,228 @@
+"""SGLang's `UnifiedCacheLinker` over our CPU tier, storage and ranks: `--enable-unified-cache-external-linker` with the
+backend `dynamic`, this module and `FastDeployCacheLinker`. One is made in each of SGLang's scheduler processes."""
+
+from __future__ import annotations
+
+import atexit
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from fastdeploy_cache.adapters.known_versions import SGLANG, installed_version
+
+try:
+    from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+    from fastdeploy_cache.adapters.sglang_linker.settings import check_version, settings_of
+except ImportError:
+    SGLANG.check(installed_version(SGLANG.package))  # names that an older one does not have
+    raise
+from fastdeploy_cache.adapters.sglang_linker.device_pools import KV, MAMBA, device_pools
+from fastdeploy_cache.adapters.sglang_linker.loads import LayerLoads
+from fastdeploy_cache.adapters.sglang_linker.offloads import Offloads
+from fastdeploy_cache.adapters.sglang_linker.page_cache import PageCache, PageLoad
+from fastdeploy_cache.adapters.sglang_linker.promises import Promises
+from fastdeploy_cache.callers.transfers import CallerTransfer
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
+from fastdeploy_cache.ipc.event_log import event_log
+
+logger = event_log(__name__)
+
+_MOST_BOUNDARIES = 256  # that are looked at for windows and states, from the deepest on
+_MOST_FETCHED = 32  # of these, whose windows and states storage is asked for
+_MOST_ASKED = 4096  # requests of which it is remembered that storage was asked
+Loads = Sequence[tuple[PageCache, PageLoad]]
+
+
+class FastDeployCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
+    """See SGLang's `UnifiedCacheLinker`. Its scheduler's thread calls, and nobody else."""
+
+    def __init__(
+        self,
+        server_args: Any,  # noqa: ARG002 (SGLang's interface)
+        params: Any,
+        *,
+        components: Any,
+        extra_config: Mapping[str, Any] | None = None,
+        forward_stream: Any = None,
+    ) -> None:
+        """Start a cache for each device pool.
+
+        Raises:
+            ConfigError, LayoutError: another version, a component or a pool that cannot be restored, or settings that
+                cannot be: SGLang does not start.
+        """
+        check_version()
+        self.forward_stream = forward_stream
+        pools = device_pools(params, components)
+        settings = settings_of(extra_config or {}, pools, params)
+        self._prefetch_seconds = settings.prefetch_seconds
+        self._caches: dict[str, PageCache] = {}
+        atexit.register(self.close)
+        try:
+            for pool, config in zip(pools, settings.caches, strict=True):
+                self._caches[pool.name] = PageCache(config, pool, is_loose=pool.name != KV)
+        except BaseException:
+            self.close()
+            raise
+        self.pools = {pool.name: pool for pool in pools}
+        self.layer_done_counter = LayerLoads(settings.load_seconds)
+        if MAMBA in self.pools:
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
+        self._is_cuda = settings.caches[0].transfer.device == "cuda"
+        self._pending: dict[str, Loads] = {}
+        self._offloads = Offloads()
+        self._promises = Promises(settings.caches[0].pool_sizes()[1])
+        self._asked: OrderedDict[str, tuple[str, int]] = OrderedDict()  # the tail for which storage was asked
+        for name, cache in self._caches.items():
+            sizes = cache.cache.config.pool_sizes()
+            logger.info("event=linker_pool pool=%s num_device_pages=%d num_cpu_pages=%d", name, *sizes)
+
+    # -- looking up
+
+    def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
+        """Every number of leading pages that can be restored; what of these is in storage alone is fetched first."""
+        self._promises.end_old()
+        wanted = {str(each.name): [bytes.fromhex(key) for key in each.keys] for each in transfers}
+        keys = wanted.pop(KV, [])
+        if not keys or not set(wanted) <= set(self._caches) or not all(each.is_ready for each in self._caches.values()):
+            return []
+        deadline = self._deadline_of(rid, transfers[0].keys)
+        num_pages = self._caches[KV].num_found(keys, deadline)
+        reaches = {name: len(tail) for name, tail in wanted.items()}
+        found = list(range(1, num_pages + 1))
+        if reaches:
+            found = self._with_ends(keys, found[-_MOST_BOUNDARIES:], reaches, deadline)
+        if found:
+            ends = [
+                (self._caches[name], keys[max(0, found[-1] - reach) : found[-1]]) for name, reach in reaches.items()
+            ]
+            kept = [(cache, cache.keep(pages)) for cache, pages in ((self._caches[KV], keys[: found[-1]]), *ends)]
+            self._promises.keep(rid, kept, found[-1])
+        return found
+
+    def _deadline_of(self, rid: str, keys: Sequence[str]) -> float | None:
+        """Storage is asked once for a request and its tail: SGLang looks up again at each step in which it waits."""
+        tail = keys[0], len(keys)
+        is_new, self._asked[rid] = self._asked.get(rid) != tail, tail
+        self._asked.move_to_end(rid)
+        if len(self._asked) > _MOST_ASKED:
+            self._asked.popitem(last=False)
+        return SYSTEM_CLOCK.now() + self._prefetch_seconds if is_new else None
+
+    def _with_ends(
+        self, keys: Sequence[bytes], found: Sequence[int], reaches: Mapping[str, int], deadline: float | None
+    ) -> list[int]:
+        """Those of these boundaries behind which each window and state is there, too. One that no boundary deeper than
+        it has is fetched from storage."""
+        ends = list[int]()
+        for number, end in enumerate(reversed(found)):
+            tails = [(self._caches[name], keys[max(0, end - reach) : end]) for name, reach in reaches.items()]
+            until = deadline if not ends and number < _MOST_FETCHED else None
+            if all(cache.num_found(tail[::-1], until) == len(tail) for cache, tail in tails):
+                ends.append(end)
+        return ends[::-1]
+
+    # -- loading
+
+    def load(self, rid: str, transfers: Sequence[Any]) -> bool:
+        """Queue a load. False: it is not in the CPU tier any more, and is computed."""
+        loads = list[tuple[PageCache, PageLoad]]()
+        for each in transfers:
+            cache = self._caches[str(each.name)]
+            pages = cache.pool.pages_of(each.device_indices, len(each.keys))
+            found = cache.load([bytes.fromhex(key) for key in each.keys], pages)
+            if found is None:
+                _end(loads)
+                self._promises.end(rid)
+                return False
+            loads += [(cache, load) for load in found]
+        self._promises.end(rid)
+        self._pending[rid] = loads
+        return True
+
+    def start_layer_wise_loading(self) -> int:
+        """Start what is queued; the index of that batch, or -1 where there is nothing."""
+        if not self._pending:
+            return -1
+        if self._is_cuda:  # the slots were others' a moment ago
+            for event in self.record_offload_ready():
+                event.synchronize()
+        pending, self._pending = self._pending, {}
+        return self.layer_done_counter.begin([each for loads in pending.values() for each in loads])
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Wait until the batch stops writing; whether all of it is there."""
+        return self.layer_done_counter.finish(counter_index)
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        """Whether a load was queued, and is not any more."""
+        self._promises.end(rid)
+        loads = self._pending.pop(rid, None)
+        _end(loads or ())
+        return loads is not None
+
+    # -- storing
+
+    def offload(self, transfers: Sequence[Any], session_id: str | None = None) -> bool:  # noqa: ARG002
+        """Queue copies of these device pages, which stay as they are until it is told that they have ended."""
+        work = list[tuple[PageCache, list[bytes], list[int]]]()
+        for each in transfers:
+            cache = self._caches.get(str(each.name))
+            if cache is None:
+                return False
+            pages = cache.pool.pages_of(each.device_indices, len(each.keys))
+            work.append((cache, [bytes.fromhex(key) for key in each.keys], pages))
+        if not work:
+            return False
+        self._offloads.add(partial(_store, work), self.record_offload_ready() if self._is_cuda else ())
+        return True
+
+    def num_completed_offloads(self) -> int:
+        """How many have ended, counted from the oldest."""
+        return self._offloads.num_done()
+
+    def pop_completed_offload(self) -> bool:
+        """Whether the oldest has succeeded."""
+        return self._offloads.pop()
+
+    # -- the whole
+
+    def reset(self) -> None:
+        """Wait for all that moves, and forget what is in the CPU tier. Storage is left alone from then on."""
+        self._end_all()
+        for cache in self._caches.values():
+            cache.reset()
+        self._asked.clear()
+
+    def close(self) -> None:
+        """Wait for all that moves, and end the processes. Safe to call twice."""
+        atexit.unregister(self.close)
+        if hasattr(self, "_promises"):  # else it has not started
+            self._end_all()
+        for cache in self._caches.values():
+            cache.close()
+
+    def _end_all(self) -> None:
+        for rid in list(self._pending):
+            self.cancel_queued_load(rid)
+        self._promises.end_all()
+        self.layer_done_counter.finish_all()
+        seconds = max(cache.longest_seconds for cache in self._caches.values())
+        self._offloads.end_all(seconds)
+
+
+def _store(work: Sequence[tuple[PageCache, list[bytes], list[int]]]) -> tuple[list[CallerTransfer], bool]:
+    """Copies of all pools' pages, and whether they are of all."""
+    transfers, is_whole = list[CallerTransfer](), True
+    for cache, hashes, pages in work:
+        begun, is_all = cache.store(hashes, pages)
+        transfers += begun
+        is_whole &= is_all
+    return transfers, is_whole
+
+
+def _end(loads: Loads) -> None:
+    for _, load in loads:
+        load.end()

@@ -1,0 +1,92 @@
+"""Loads of whole batches, layer by layer. One thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastdeploy_cache.adapters.sglang_linker.page_cache import PageCache, PageLoad
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
+from fastdeploy_cache.ipc.event_log import event_log
+
+logger = event_log(__name__)
+
+
+class _Batch:
+    """Loads that began together, with the caches that they are of."""
+
+    def __init__(self, loads: Sequence[tuple[PageCache, PageLoad]], deadline: float) -> None:
+        self._loads, self._deadline = list(loads), deadline
+        self._failed = False
+        for _, load in self._loads:
+            load.start()  # one for which there is no place now begins behind another
+
+    def wait_layer(self, layer: int) -> None:
+        """Wait until a layer of the model is there, or is known not to come."""
+        for cache, load in self._loads:
+            number = cache.layer_of.get(layer)
+            while number is not None and not self._failed and not load.wait_layer(number, self._deadline):
+                self._failed = not self._begin_again(load)
+
+    def finish(self) -> bool:
+        """Wait until nothing of it is written any more; whether all is there."""
+        for _, load in self._loads:
+            while not load.wait(self._deadline) and not self._failed:
+                self._failed = not self._begin_again(load)
+        for _, load in self._loads:
+            load.wait(max(self._deadline, SYSTEM_CLOCK.now() + load.longest_seconds))  # a task ends by itself
+            load.end()
+        return not self._failed
+
+    def _begin_again(self, load: PageLoad) -> bool:
+        """What is pinned in the CPU tier can be read again by the next process of a rank that has died."""
+        is_in_time = SYSTEM_CLOCK.now() < self._deadline and load.wait_ranks(self._deadline)
+        if not is_in_time or load.is_going:
+            return False
+        if load.start():
+            return True
+        others = [other for _, other in self._loads if other.is_going]
+        return bool(others) and others[0].wait(self._deadline) and load.start()
+
+
+class LayerLoads:
+    """SGLang's `layer_done_counter`: the model waits here for each layer of the batch that it computes.
+
+    A load that fails is begun again until the batch's time is over, so that the death of a rank costs time alone.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds`: that a batch may take."""
+        self._seconds = seconds
+        self._batches: dict[int, _Batch] = {}
+        self._last, self._consumer = -1, -1
+        self.num_failed = 0  # batches
+
+    def begin(self, loads: Sequence[tuple[PageCache, PageLoad]]) -> int:
+        """Start these; the batch's index."""
+        self._last += 1
+        self._batches[self._last] = _Batch(loads, SYSTEM_CLOCK.now() + self._seconds)
+        return self._last
+
+    def set_consumer(self, index: int) -> None:
+        """The batch that is computed next; -1: one without loads."""
+        self._consumer = index
+
+    def wait_until(self, layer: int) -> None:
+        """The model is about to read this layer."""
+        batch = self._batches.get(self._consumer)
+        if batch is not None:
+            batch.wait_layer(layer)
+
+    def finish(self, index: int) -> bool:
+        """Wait until a batch stops writing; whether all of it is there. Of none, it is."""
+        batch = self._batches.pop(index, None)
+        if batch is None or batch.finish():
+            return True
+        self.num_failed += 1
+        logger.error("event=linker_load_failed batch=%d action=requests_aborted num=%d", index, self.num_failed)
+        return False
+
+    def finish_all(self) -> None:
+        """Wait for all of them."""
+        for index in list(self._batches):
+            self.finish(index)
