@@ -1,7 +1,8 @@
-"""Small models of four families whose layers do not all keep everything, with seeded weights: for a real vLLM.
+"""Small models of families whose layers do not all keep everything, with seeded weights: for a real vLLM, and one for a
+real SGLang.
 
-Their answers depend on their context, far and near. Hugging Face's own classes make them, from PyTorch, where vLLM is
-installed.
+Their answers depend on their context, far and near. Hugging Face's own classes make them, from PyTorch, where the
+engine is installed.
 """
 
 from __future__ import annotations
@@ -71,11 +72,30 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-HYBRID_MODELS = tuple(_FAMILIES)
+HYBRID_MODELS = tuple(_FAMILIES)  # that vLLM's lane serves
+SGLANG_MODEL = "Mellum 2"  # the one with windows whose layers SGLang 0.5.23 computes on a CPU
+_FAMILIES[SGLANG_MODEL] = (
+    "Mellum",
+    {
+        "num_hidden_layers": 6,
+        "sliding_window": 64,
+        "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+        "mlp_layer_types": ["dense"] * 6,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10_000.0} for kind in ("sliding_attention", "full_attention")
+        },
+        "initializer_range": 0.15,
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
+)
 
 
 def write_hybrid_model(folder: Path, family: str, *, seed: int = 1) -> None:
-    """Write `config.json` and the weights of one of `HYBRID_MODELS`, in bfloat16 where vLLM has no other kernel."""
+    """Write `config.json` and the weights of `SGLANG_MODEL` or one of `HYBRID_MODELS`, in bfloat16 where vLLM has no
+    other kernel."""
     import transformers
 
     name, own = _FAMILIES[family]

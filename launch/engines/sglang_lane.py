@@ -1,4 +1,5 @@
-"""The lane of SGLang: alone, with HiCache over our storage, with faults, and restarted; all answers must be equal."""
+"""The lane of SGLang: alone, with HiCache over our storage, with our linker below its tree, with faults, and restarted;
+all answers must be equal."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
+from fastdeploy_cache.launch.engines.hybrid_models import SGLANG_MODEL, VOCABULARY, write_hybrid_model
 from fastdeploy_cache.launch.engines.record import LaneRecord
 from fastdeploy_cache.launch.engines.report import Line, line_of
 from fastdeploy_cache.launch.engines.results import StageResult, answers, result_of
@@ -27,6 +29,13 @@ _ALONE, _CACHE, _KILLED, _FAILING, _RESTARTED = (
     "calls delayed and failed",
     "after a restart, from disk",
 )
+_LINKED, _LINKED_KILLED, _LINKED_RESTARTED = (
+    "with our linker",
+    "linker, ranks killed",
+    "linker, after a restart, from disk",
+)
+_HYBRID = "hybrid: "
+_NUM_LINKED_PASSES, _NUM_RESTARTED_PASSES = 3, 2
 
 
 def run_sglang_lane(json_file: Path | None = None) -> bool:
@@ -40,24 +49,50 @@ def run_sglang_lane(json_file: Path | None = None) -> bool:
     """
     record = LaneRecord("SGLang", json_file, seconds="of whole answers")
     with record, tempfile.TemporaryDirectory(prefix="fastdeploy-engines-") as name:
-        write_hf_folder(Path(name) / "model")
-        record.add(_served(Path(name), record))
+        folder = Path(name)
+        write_hf_folder(folder / "model")
+        write_hybrid_model(folder / "hybrid", SGLANG_MODEL)
+        record.add(_served(folder, record, _uniform_runs(folder), model="model"))
+        hybrid = {f"{_HYBRID}{run}": settings for run, settings in _hybrid_runs(folder).items()}
+        record.add(_served(folder, record, hybrid, model="hybrid", vocabulary=VOCABULARY))
         record.findings += _findings(record.lines)
     return not record.findings
 
 
-def _served(folder: Path, record: LaneRecord) -> Iterator[Line]:
+def _uniform_runs(folder: Path) -> dict[str, dict[str, Any]]:
     faults = {"random_delay_seconds": 0.05, "failure_probability": 0.2}
-    runs: dict[str, dict[str, Any]] = {
+    return {
         _ALONE: {},
         _CACHE: {"storage": _files(folder / "disk")},
         _RESTARTED: {"storage": _files(folder / "disk"), "num_passes": 1},
         _KILLED: {"storage": _files(folder / "killed"), "kill_every": 3},
         _FAILING: {"storage": _files(folder / "failing"), **faults},
+        **_linked_runs(folder / "linked", "400MiB"),
     }
+
+
+def _hybrid_runs(folder: Path) -> dict[str, dict[str, Any]]:
+    return {_ALONE: {}, **_linked_runs(folder / "linked-hybrid", "100MiB")}
+
+
+def _linked_runs(folder: Path, cpu_memory_bytes: str) -> dict[str, dict[str, Any]]:
+    tier = {"weights_id": "lane", "cpu_memory_bytes": cpu_memory_bytes}
+    stored = tier | {"storage": {"folder": str(folder), "capacity_bytes": 4 * 10**9}}
+    return {
+        _LINKED: {"linker": stored, "num_passes": _NUM_LINKED_PASSES},
+        _LINKED_RESTARTED: {"linker": stored, "num_passes": _NUM_RESTARTED_PASSES},
+        _LINKED_KILLED: {"linker": tier, "num_passes": _NUM_LINKED_PASSES, "kill_every": 3},
+    }
+
+
+def _served(
+    folder: Path, record: LaneRecord, runs: Mapping[str, dict[str, Any]], *, model: str, vocabulary: int | None = None
+) -> Iterator[Line]:
+    """Runs of one model, of which the first is SGLang alone."""
     alone: StageResult | None = None
+    more = {} if vocabulary is None else {"vocabulary": vocabulary}
     for run, settings in runs.items():
-        found = _stage(folder, record, run, **settings)
+        found = _stage(folder, record, run, model=str(folder / model), **more, **settings)
         alone = alone or found
         yield from _lines(run, found, alone)
 
@@ -70,7 +105,7 @@ def _stage(folder: Path, record: LaneRecord, name: str, **settings: Any) -> Stag
     """Run SGLang in a process of its own."""
     log = record.log_of(name)
     result = folder / f"{log.stem}.json"
-    wanted = EngineRun(model=str(folder / "model"), result=str(result), lengths=_LENGTHS, **settings)
+    wanted = EngineRun(result=str(result), lengths=_LENGTHS, **settings)
     environment = {"PYTHONPATH": python_path(_WITHOUT_CUDA), **_ENVIRONMENT}
     with record.stage(name) as passes:
         found = result_of(run_stage(_STAGE, json.dumps(asdict(wanted)), result, log=log, environment=environment))
@@ -80,7 +115,8 @@ def _stage(folder: Path, record: LaneRecord, name: str, **settings: Any) -> Stag
 
 
 def _lines(run: str, found: StageResult, alone: StageResult) -> list[Line]:
-    names = [f"{run}, pass {number}" for number in (1, 2)] if len(found.passes) > 1 else [run]
+    numbers = range(1, len(found.passes) + 1)
+    names = [f"{run}, pass {number}" for number in numbers] if len(found.passes) > 1 else [run]
     return [
         line_of(name, [passed], answers(alone.passes[:1]), _LENGTHS, num_kills=found.num_kills)
         for name, passed in zip(names, found.passes, strict=True)
@@ -92,10 +128,13 @@ def _findings(lines: list[Line]) -> list[str]:
     wrong = [(line.run, line.num_requests - line.num_equal) for line in lines]
     findings = [f"{run}: {num_wrong} answers differ" for run, num_wrong in wrong if num_wrong]
     # nothing is asked of a process that is killed again and again: on a busy machine it is down all the time
-    for run, share in ((f"{_CACHE}, pass 2", 0.5), (_RESTARTED, 0.8)):
-        hits = by_run[run].hit_tokens[-1]
+    wanted = [(f"{_CACHE}, pass 2", 0.5, "storage"), (_RESTARTED, 0.8, "storage")]
+    for of in ("", _HYBRID):
+        wanted += [(f"{of}{_LINKED}, pass {number}", 0.8, "the CPU tier") for number in (2, 3)]
+        wanted += [(f"{of}{_LINKED_RESTARTED}, pass 1", 0.8, "disk")]
+    for run, share, source in wanted:
+        hits = by_run[run].hit_tokens[1 if _LINKED in run or _LINKED_RESTARTED in run else -1]
         if hits < by_run[run].num_prompt_tokens * share:
-            findings.append(f"{run}: only {hits} tokens came from storage")
-    if not by_run[f"{_KILLED}, pass 2"].num_kills:
-        findings.append(f"{_KILLED}: none was")
-    return findings
+            findings.append(f"{run}: only {hits} tokens came from {source}")
+    killed = [f"{_KILLED}, pass 2", *(f"{of}{_LINKED_KILLED}, pass 2" for of in ("", _HYBRID))]
+    return findings + [f"{run}: no process was killed" for run in killed if not by_run[run].num_kills]

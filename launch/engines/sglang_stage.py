@@ -14,8 +14,8 @@ from typing import Any
 from fastdeploy_cache.launch.engines.results import Passed, Served, StageResult, to_json
 from fastdeploy_cache.launch.engines.stages import made_up_prompts
 
-_OUTPUT_TOKENS, _VOCABULARY, _GPU_TOKENS, _SEED = 8, 49_000, 1024, 1
-_STORAGE_PROCESS = "fastdeploy_cache.transfer_manager.storage"
+_OUTPUT_TOKENS, _GPU_TOKENS, _SEED = 8, 1024, 1
+_STORAGE_PROCESS, _RANK = "fastdeploy_cache.transfer_manager.storage", "fastdeploy_cache.transfer_manager.rank"
 _INJECTOR = "SGLANG_TEST_HICACHE_BACKEND_RANDOM_"
 
 
@@ -28,8 +28,10 @@ class EngineRun:
     lengths: tuple[int, ...]  # tokens of each prompt
     num_passes: int = 2
     page_size: int = 32
-    storage: dict[str, Any] | None = None  # our options of the backend; None: SGLang alone
-    kill_every: int = 0  # requests between two kills of the storage process
+    vocabulary: int = 49_000
+    storage: dict[str, Any] | None = None  # our options of HiCache's backend; None: no HiCache
+    linker: dict[str, Any] | None = None  # our options of the linker; None: no linker
+    kill_every: int = 0  # requests between two kills of the storage process, or of the linker's ranks
     random_delay_seconds: float = 0.0  # SGLang's own wrapper delays each call of the backend by up to this
     failure_probability: float = 0.0  # and fails so many of them
 
@@ -65,22 +67,25 @@ def run(settings: EngineRun) -> StageResult:
         page_size=settings.page_size,
         log_level="warning",
         **_hicache(settings),
+        **_linker(settings),
     )
     up_seconds = time.monotonic() - started
     passes: list[Passed] = []
     num_kills = num_requests = 0
     for _ in range(settings.num_passes):
         served, hits = [], []
-        for prompt in made_up_prompts(settings.lengths, _VOCABULARY, _SEED):
+        for prompt in made_up_prompts(settings.lengths, settings.vocabulary, _SEED):
             num_requests += 1
             if settings.kill_every and num_requests % settings.kill_every == 0:
-                num_kills += _kill_storage()
+                num_kills += _kill(_RANK if settings.linker is not None else _STORAGE_PROCESS)
             answer, by_tier = _serve(engine, prompt)
             served.append(answer)
             hits.append(by_tier)
         passes.append(Passed(served=tuple(served), hit_tokens=tuple(map(sum, zip(*hits, strict=True)))))
     if settings.storage is not None:  # in order: what is written is on the disk then
         engine.loop.run_until_complete(engine.tokenizer_manager.detach_hicache_storage())
+    if settings.linker is not None:  # the same
+        engine.flush_cache()
     engine.shutdown()
     return StageResult(version=sglang.__version__, passes=tuple(passes), up_seconds=up_seconds, num_kills=num_kills)
 
@@ -109,6 +114,21 @@ def _hicache(settings: EngineRun) -> dict[str, Any]:
     }
 
 
+def _linker(settings: EngineRun) -> dict[str, Any]:
+    """SGLang's options for a linker."""
+    if settings.linker is None:
+        return {}
+    return {
+        "enable_unified_cache_external_linker": True,
+        "unified_cache_external_linker_backend": "dynamic",
+        "unified_cache_external_linker_config": {
+            "linker_module_path": "fastdeploy_cache.adapters.sglang_linker.linker",
+            "linker": "FastDeployCacheLinker",
+            "linker_extra_config": settings.linker,
+        },
+    }
+
+
 def _serve(engine: Any, prompt: list[int]) -> tuple[Served, list[int]]:
     """The answer, and where SGLang says that its cached tokens came from: its device, its host pool, our storage."""
     sampling = {"temperature": 0, "max_new_tokens": _OUTPUT_TOKENS, "ignore_eos": True}
@@ -122,12 +142,12 @@ def _serve(engine: Any, prompt: list[int]) -> tuple[Served, list[int]]:
     return served, [by_source.get(source) or 0 for source in ("device", "host", "storage")]
 
 
-def _kill_storage() -> int:
-    """SIGKILL for the storage processes of this engine; how many there were."""
+def _kill(module: str) -> int:
+    """SIGKILL for the processes of this engine that run a module of ours; how many there were."""
     import psutil
 
     children = psutil.Process().children(recursive=True)
-    pids = [child.pid for child in children if _STORAGE_PROCESS in child.cmdline()]
+    pids = [child.pid for child in children if module in child.cmdline()]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     return len(pids)

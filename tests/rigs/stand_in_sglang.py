@@ -186,6 +186,22 @@ class FlatPage:
         return self._bytes.tobytes()
 
 
+def load_over(parts: dict[str, dict[str, Any]], name: str) -> ModuleType:
+    """A module of ours over stand-ins: names in modules below `sglang.srt`."""
+    modules = {}
+    for part, content in parts.items():
+        path = f"sglang.srt.{part}".split(".")
+        for end in range(1, len(path) + 1):
+            modules.setdefault(".".join(path[:end]), ModuleType(".".join(path[:end])))
+        vars(modules[".".join(path)]).update(content)
+    sys.modules.update(modules)
+    try:
+        return importlib.import_module(name)
+    finally:  # other tests ask whether SGLang is here
+        for each in modules:
+            del sys.modules[each]
+
+
 def load_backend() -> ModuleType:
     """The backend's module, over SGLang where there is one, else over what is here."""
     name = "fastdeploy_cache.adapters.sglang.hicache_storage"
@@ -202,15 +218,4 @@ def load_backend() -> ModuleType:
         "observability.metrics_collector": {"StorageMetrics": StorageMetrics},
         "runtime_context": {"get_model": lambda: MODEL, "get_spec": lambda: SPECULATION},
     }
-    modules = {}
-    for part, content in parts.items():
-        path = f"sglang.srt.{part}".split(".")
-        for end in range(1, len(path) + 1):
-            modules.setdefault(".".join(path[:end]), ModuleType(".".join(path[:end])))
-        vars(modules[".".join(path)]).update(content)
-    sys.modules.update(modules)
-    try:
-        return importlib.import_module(name)
-    finally:  # other tests ask whether SGLang is here
-        for each in modules:
-            del sys.modules[each]
+    return load_over(parts, name)

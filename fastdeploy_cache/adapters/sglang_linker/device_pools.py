@@ -54,8 +54,8 @@ class DevicePool:
         parts = [[_slot_bytes(array) for array in in_layer] for in_layer in self.arrays]
         if any(each != parts[0] for each in parts) or not 1 <= len(parts[0]) <= len(_PART_NAMES):
             raise ConfigError(
-                f"the pool {self.name!r} has layers of {sorted({tuple(each) for each in parts})} bytes a slot; all must "
-                "be alike, and in one or two parts"
+                f"the pool {self.name!r} has layers of {sorted({tuple(each) for each in parts})} bytes a slot; all "
+                "must be alike, and in one or two parts"
             )
         if any(size % PAGE_TOKENS for size in self.part_bytes):
             raise ConfigError(
@@ -107,8 +107,8 @@ class DevicePool:
         is_whole = given == [page * size + place for page in pages for place in range(size)]
         if len(pages) != num_pages or not is_whole or not all(0 <= page < self.num_pages for page in pages):
             raise ConfigError(
-                f"{len(given)} slots of the pool {self.name!r} for {num_pages} pages of {size} slots, which lie apart or "
-                f"outside its {self.num_pages} pages"
+                f"{len(given)} slots of the pool {self.name!r} for {num_pages} pages of {size} slots, which lie apart "
+                f"or outside its {self.num_pages} pages"
             )
         return pages
 

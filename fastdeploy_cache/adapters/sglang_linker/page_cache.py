@@ -16,6 +16,7 @@ from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 from fastdeploy_cache.transfer_manager.kv.tensors import share_in_place, shared_handle
 
 _MARGIN_SECONDS = 5.0  # behind a task's deadline its rank is killed and reaped; that answers every wait
+_FLUSH_SECONDS = 5.0
 _PAGES_REMEMBERED = 8  # for each of the CPU tier: storage has more
 
 
@@ -222,5 +223,6 @@ class PageCache:
         have changed, and pages of other weights have the same names."""
         self._chains.clear()
         if self.cache.storage.is_attached:
+            self.cache.storage.flush(_FLUSH_SECONDS)
             self.cache.storage.detach()
         self.cache.reset()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.runtime_context import get_model, get_parallel
+from sglang.srt.runtime_context import get_model
 
 from fastdeploy_cache.adapters.known_versions import SGLANG, installed_version
 from fastdeploy_cache.adapters.sglang_linker.device_pools import KV, PAGE_TOKENS, DevicePool
@@ -111,12 +111,12 @@ class _Owner:
 
 def _place_in(params: Any) -> tuple[int, int]:
     """This rank's place among the tensor-parallel ranks of its attention."""
-    import torch
-
     group = getattr(params, "attn_tp_cache_group", None) or getattr(params, "tp_cache_group", None)
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return 0, int(get_parallel().tp_size)
-    return torch.distributed.get_rank(group=group), torch.distributed.get_world_size(group=group)
+    if group is None:
+        return 0, 1
+    from torch import distributed  # late: it is there where there is a group
+
+    return distributed.get_rank(group=group), distributed.get_world_size(group=group)
 
 
 def _cache_of(
