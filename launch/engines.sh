@@ -3,7 +3,7 @@
 # sglang. About 1 GB is fetched for each, which is 3 to 4 GB on disk; no GPU is needed. See docs/engines.md.
 #
 # Usage: engines.sh vllm [--only-answers] [--json FILE]    20 minutes on two cores; only the answers: 13
-#        engines.sh sglang [--json FILE]                   10 minutes
+#        engines.sh sglang [--json FILE]                   12 minutes
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if [ $# = 0 ] || help_wanted "$@"; then

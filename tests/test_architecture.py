@@ -26,6 +26,8 @@ ALLOWED = {
 WITH_TENSORS = {
     "fastdeploy_cache/adapters/fastdeploy/worker.py": {"kv.tensors", "device", "device.cuda"},
     "fastdeploy_cache/adapters/vllm/worker.py": {"kv.tensors", "device", "device.cuda", "device.cuda_driver"},
+    "fastdeploy_cache/adapters/sglang_linker/page_cache.py": {"kv.tensors", "device", "device.cuda"},
+    "fastdeploy_cache/adapters/sglang_linker/device_pools.py": {"kv.tensors"},
     "fastdeploy_cache/adapters/slots/pages.py": {"kv.tensors"},
 }
 HOMES = {
@@ -103,6 +105,8 @@ HOMES = {
     "sglang": {
         "fastdeploy_cache/adapters/sglang/hicache_config.py",
         "fastdeploy_cache/adapters/sglang/hicache_storage.py",
+        "fastdeploy_cache/adapters/sglang_linker/linker.py",
+        "fastdeploy_cache/adapters/sglang_linker/settings.py",
         "launch/engines/sglang_stage.py",
     },
     "cuda": {"transfer_manager/device/cuda_driver.py"},

@@ -19,9 +19,10 @@ IMPORT_ALL = """
 import importlib, pkgutil, sys
 import fastdeploy_cache
 vllm, sglang = "fastdeploy_cache.adapters.vllm.", "fastdeploy_cache.adapters.sglang."
+linker = "fastdeploy_cache.adapters.sglang_linker."
 NEEDS_OTHERS = (
     *(vllm + "connector", vllm + "connector_metrics", vllm + "settings"),
-    *(sglang + "hicache_config", sglang + "hicache_storage"),
+    *(sglang + "hicache_config", sglang + "hicache_storage", linker + "linker", linker + "settings"),
 )
 for found in pkgutil.walk_packages(fastdeploy_cache.__path__, "fastdeploy_cache."):
     if found.name not in NEEDS_OTHERS and not found.name.endswith("__main__"):

@@ -36,6 +36,7 @@ _LINKED, _LINKED_KILLED, _LINKED_RESTARTED = (
 )
 _HYBRID = "hybrid: "
 _NUM_LINKED_PASSES, _NUM_RESTARTED_PASSES = 3, 2
+_AT_ONCE = {"transfer": {"restart_backoff_seconds": 0.0, "max_restarts": 1000}}  # else they are down most of the time
 
 
 def run_sglang_lane(json_file: Path | None = None) -> bool:
@@ -51,8 +52,8 @@ def run_sglang_lane(json_file: Path | None = None) -> bool:
     with record, tempfile.TemporaryDirectory(prefix="fastdeploy-engines-") as name:
         folder = Path(name)
         write_hf_folder(folder / "model")
-        write_hybrid_model(folder / "hybrid", SGLANG_MODEL)
         record.add(_served(folder, record, _uniform_runs(folder), model="model"))
+        write_hybrid_model(folder / "hybrid", SGLANG_MODEL)
         hybrid = {f"{_HYBRID}{run}": settings for run, settings in _hybrid_runs(folder).items()}
         record.add(_served(folder, record, hybrid, model="hybrid", vocabulary=VOCABULARY))
         record.findings += _findings(record.lines)
@@ -81,7 +82,7 @@ def _linked_runs(folder: Path, cpu_memory_bytes: str) -> dict[str, dict[str, Any
     return {
         _LINKED: {"linker": stored, "num_passes": _NUM_LINKED_PASSES},
         _LINKED_RESTARTED: {"linker": stored, "num_passes": _NUM_RESTARTED_PASSES},
-        _LINKED_KILLED: {"linker": tier, "num_passes": _NUM_LINKED_PASSES, "kill_every": 3},
+        _LINKED_KILLED: {"linker": tier | _AT_ONCE, "num_passes": _NUM_LINKED_PASSES, "kill_every": 3},
     }
 
 

@@ -15,7 +15,7 @@ from fastdeploy_cache.launch.engines.results import Passed, Served, StageResult,
 from fastdeploy_cache.launch.engines.stages import made_up_prompts
 
 _OUTPUT_TOKENS, _GPU_TOKENS, _SEED = 8, 1024, 1
-_STORAGE_PROCESS, _RANK = "fastdeploy_cache.transfer_manager.storage", "fastdeploy_cache.transfer_manager.rank"
+_STORAGE_PROCESS, _RANK = "fastdeploy_cache.transfer_manager.storage", "fastdeploy_cache.transfer_manager"
 _INJECTOR = "SGLANG_TEST_HICACHE_BACKEND_RANDOM_"
 
 

@@ -142,6 +142,16 @@ SGLANG_RUNS = {
     "with HiCache over our files, pass 2": {"hit_tokens": (0, 40, 50)},
     "after a restart, from disk": {"hit_tokens": (0, 0, 80)},
     "storage process killed, pass 2": {"num_cached_tokens": 0, "hit_tokens": (0, 0, 0)},
+    **{
+        f"{model}{run}": {"hit_tokens": (0, 80, 0)}
+        for model in ("", "hybrid: ")
+        for run in (
+            "with our linker, pass 2",
+            "with our linker, pass 3",
+            "linker, after a restart, from disk, pass 1",
+            "linker, ranks killed, pass 2",
+        )
+    },
 }
 
 
@@ -152,7 +162,11 @@ SGLANG_RUNS = {
         ("after a restart, from disk", {"num_equal": 2}, "2 answers differ"),
         ("after a restart, from disk", {"hit_tokens": (0, 11, 79)}, "only 79 tokens came from storage"),
         ("with HiCache over our files, pass 2", {"hit_tokens": (0, 41, 49)}, "only 49 tokens came from storage"),
-        ("storage process killed, pass 2", {"num_kills": 0}, "none was"),
+        ("storage process killed, pass 2", {"num_kills": 0}, "no process was killed"),
+        ("with our linker, pass 3", {"hit_tokens": (0, 79, 50)}, "only 79 tokens came from the CPU tier"),
+        ("hybrid: linker, after a restart, from disk, pass 1", {"hit_tokens": (0, 0, 90)}, "only 0 tokens came from"),
+        ("hybrid: linker, ranks killed, pass 2", {"num_kills": 0}, "no process was killed"),
+        ("hybrid: with our linker, pass 2", {"num_equal": 1}, "3 answers differ"),
     ],
 )
 def test_what_sglang_s_lane_finds_fault_with(run: str, changed: dict[str, Any], finding: str | None) -> None:

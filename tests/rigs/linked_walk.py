@@ -71,8 +71,8 @@ class LinkedWalk:
                 "swa": [8 + 2 * number, 9 + 2 * number][: min(WINDOW_PAGES, len(keys))],
                 "mamba": [5 + number],
             }
-            if self.linked.load(keys, pages, rid):
-                wanted.append((keys, pages))
+            assert self.linked.load(keys, pages, rid), "what was just promised is not there"
+            wanted.append((keys, pages))
         if not wanted:
             return
         if self._draw.random() < 0.05:

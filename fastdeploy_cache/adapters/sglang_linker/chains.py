@@ -16,7 +16,7 @@ from fastdeploy_cache.request import Request
 Hashes = Sequence[bytes]  # 32 bytes each
 
 
-class Link(NamedTuple):
+class ChainPart(NamedTuple):
     """Pages [first, end) of a chain, which `request` names from its front."""
 
     request: Request
@@ -24,7 +24,7 @@ class Link(NamedTuple):
     end: int
 
 
-class Chains:
+class PageChains:
     """A chain is the pages of one offload, or what a look-up found in storage. One thread.
 
     Which pages stand in front of a look-up's first is not told, so that a page which begins one has to be found by
@@ -37,18 +37,18 @@ class Chains:
         self._at: OrderedDict[bytes, tuple[tuple[bytes, ...], int]] = OrderedDict()
         self._numbers = count(1)
 
-    def link(self, hashes: Hashes) -> Link:
+    def link(self, hashes: Hashes) -> ChainPart:
         """The chain on which the first of these pages lies, with the others behind it; of an unknown page, its own."""
         chain, place = self._at.get(hashes[0], ((), 0))
         if hashes[0] in self._at:
             self._at.move_to_end(hashes[0])
-        return Link(self._request([*chain[:place], *hashes]), place, place + len(hashes))
+        return ChainPart(self._request([*chain[:place], *hashes]), place, place + len(hashes))
 
-    def fresh(self, hashes: Hashes) -> Link:
+    def fresh(self, hashes: Hashes) -> ChainPart:
         """A chain of these pages alone."""
-        return Link(self._request(hashes), 0, len(hashes))
+        return ChainPart(self._request(hashes), 0, len(hashes))
 
-    def note(self, link: Link, hashes: Hashes) -> None:
+    def note(self, link: ChainPart, hashes: Hashes) -> None:
         """These pages lie there."""
         tokens = np.frombuffer(link.request.tokens, np.int32).astype(">u2").tobytes()
         chain = tuple([tokens[at : at + 32] for at in range(0, 32 * (link.first + len(hashes)), 32)])

@@ -32,7 +32,7 @@ class DevicePool:
 
     @property
     def num_pages(self) -> int:
-        """Of the whole pool."""
+        """The pages of the whole pool."""
         return int(self.arrays[0][0].shape[0]) // self.page_slots
 
     @property

@@ -71,7 +71,8 @@ class FastDeployCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._is_cuda = settings.caches[0].transfer.device == "cuda"
-        self._pending: dict[str, Loads] = {}
+        self._is_alone = settings.num_ranks == 1
+        self._pending: dict[str, tuple[Loads, bool]] = {}  # and whether that is all
         self._offloads = Offloads()
         self._promises = Promises(settings.caches[0].pool_sizes()[1])
         self._asked: OrderedDict[str, tuple[str, int]] = OrderedDict()  # the tail for which storage was asked
@@ -127,19 +128,23 @@ class FastDeployCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # -- loading
 
     def load(self, rid: str, transfers: Sequence[Any]) -> bool:
-        """Queue a load. False: it is not in the CPU tier any more, and is computed."""
-        loads = list[tuple[PageCache, PageLoad]]()
+        """Queue a load. False: it is not in the CPU tier any more, and is computed.
+
+        Of several ranks all have to answer alike, and each knows its own pages: they queue it in any case, and a load
+        that cannot be begun then fails with its batch.
+        """
+        loads, is_whole = list[tuple[PageCache, PageLoad]](), True
         for each in transfers:
             cache = self._caches[str(each.name)]
             pages = cache.pool.pages_of(each.device_indices, len(each.keys))
             found = cache.load([bytes.fromhex(key) for key in each.keys], pages)
-            if found is None:
-                _end(loads)
-                self._promises.end(rid)
-                return False
-            loads += [(cache, load) for load in found]
+            is_whole &= found is not None
+            loads += [(cache, load) for load in found or ()]
         self._promises.end(rid)
-        self._pending[rid] = loads
+        if not is_whole and self._is_alone:
+            _end(loads)
+            return False
+        self._pending[rid] = loads, is_whole
         return True
 
     def start_layer_wise_loading(self) -> int:
@@ -149,8 +154,9 @@ class FastDeployCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._is_cuda:  # the slots were others' a moment ago
             for event in self.record_offload_ready():
                 event.synchronize()
-        pending, self._pending = self._pending, {}
-        return self.layer_done_counter.begin([each for loads in pending.values() for each in loads])
+        pending, self._pending = list(self._pending.values()), {}
+        is_short = not all(is_whole for _, is_whole in pending)
+        return self.layer_done_counter.begin([each for loads, _ in pending for each in loads], is_short=is_short)
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         """Wait until the batch stops writing; whether all of it is there."""
@@ -159,9 +165,9 @@ class FastDeployCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def cancel_queued_load(self, rid: str) -> bool:
         """Whether a load was queued, and is not any more."""
         self._promises.end(rid)
-        loads = self._pending.pop(rid, None)
-        _end(loads or ())
-        return loads is not None
+        queued = self._pending.pop(rid, None)
+        _end(queued[0] if queued is not None else ())
+        return queued is not None
 
     # -- storing
 

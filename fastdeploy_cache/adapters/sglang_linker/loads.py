@@ -14,9 +14,9 @@ logger = event_log(__name__)
 class _Batch:
     """Loads that began together, with the caches that they are of."""
 
-    def __init__(self, loads: Sequence[tuple[PageCache, PageLoad]], deadline: float) -> None:
+    def __init__(self, loads: Sequence[tuple[PageCache, PageLoad]], deadline: float, *, is_short: bool) -> None:
         self._loads, self._deadline = list(loads), deadline
-        self._failed = False
+        self._failed = is_short
         for _, load in self._loads:
             load.start()  # one for which there is no place now begins behind another
 
@@ -61,10 +61,10 @@ class LayerLoads:
         self._last, self._consumer = -1, -1
         self.num_failed = 0  # batches
 
-    def begin(self, loads: Sequence[tuple[PageCache, PageLoad]]) -> int:
-        """Start these; the batch's index."""
+    def begin(self, loads: Sequence[tuple[PageCache, PageLoad]], *, is_short: bool = False) -> int:
+        """Start these; the batch's index. `is_short`: some of what it needs is not here, so that it fails."""
         self._last += 1
-        self._batches[self._last] = _Batch(loads, SYSTEM_CLOCK.now() + self._seconds)
+        self._batches[self._last] = _Batch(loads, SYSTEM_CLOCK.now() + self._seconds, is_short=is_short)
         return self._last
 
     def set_consumer(self, index: int) -> None:

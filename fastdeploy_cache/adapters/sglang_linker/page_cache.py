@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from fastdeploy_cache.adapters.sglang_linker.chains import Chains, Hashes, Link
+from fastdeploy_cache.adapters.sglang_linker.chains import ChainPart, Hashes, PageChains
 from fastdeploy_cache.adapters.sglang_linker.device_pools import DevicePool
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.callers.transfers import CallerTransfer
@@ -28,7 +28,7 @@ def longest_seconds_of(cache: PrefixCacheManager) -> float:
 class PageLoad:
     """Pages of one chain on their way into the device pool, which are pinned in the CPU tier until it has ended."""
 
-    def __init__(self, cache: PrefixCacheManager, link: Link, pages: Sequence[int], pinned: PinnedPrefix) -> None:
+    def __init__(self, cache: PrefixCacheManager, link: ChainPart, pages: Sequence[int], pinned: PinnedPrefix) -> None:
         self._cache, self._link, self._pages, self._pinned = cache, link, list(pages), pinned
         self._transfer: CallerTransfer | None = None
 
@@ -98,7 +98,7 @@ class PageCache:
         except BaseException:
             self.cache.close()
             raise
-        self._chains = Chains(_PAGES_REMEMBERED * config.pool_sizes()[1])
+        self._chains = PageChains(_PAGES_REMEMBERED * config.pool_sizes()[1])
         self.close = self.cache.close
 
     def _handle(self, config: CacheConfig) -> KVHandle:
@@ -129,9 +129,9 @@ class PageCache:
         alone is fetched first, as far as it comes until then."""
         return sum(link.end - link.first for link in self._links(hashes, deadline))
 
-    def _links(self, hashes: Hashes, deadline: float | None = None) -> list[Link]:
-        """Chains on which these pages lie in the CPU tier, as far as they do."""
-        links, at = list[Link](), 0
+    def _links(self, hashes: Hashes, deadline: float | None = None) -> list[ChainPart]:
+        """PageChains on which these pages lie in the CPU tier, as far as they do."""
+        links, at = list[ChainPart](), 0
         while at < len(hashes):
             wanted = hashes[at : at + 1] if self._is_loose else hashes[at:]
             link = self._find(wanted, deadline)
@@ -141,7 +141,7 @@ class PageCache:
             at += link.end - link.first
         return links
 
-    def _find(self, hashes: Hashes, deadline: float | None) -> Link | None:
+    def _find(self, hashes: Hashes, deadline: float | None) -> ChainPart | None:
         link = self._chains.link(hashes)
         num_found = self._num_cached(link)
         if not num_found and link.first:  # what is in front of it has gone
@@ -154,10 +154,10 @@ class PageCache:
         self._chains.note(link, hashes[:num_found])
         return link._replace(end=link.first + num_found)
 
-    def _num_cached(self, link: Link) -> int:
+    def _num_cached(self, link: ChainPart) -> int:
         return max(0, min(self.cache.blocks.lookup(link.request).num_blocks, link.end) - link.first)
 
-    def _fetch(self, link: Link, deadline: float) -> bool:
+    def _fetch(self, link: ChainPart, deadline: float) -> bool:
         """Bring what storage has of a chain to the CPU tier; whether anything may have come."""
         seconds = deadline - SYSTEM_CLOCK.now()
         if seconds <= 0 or not self.cache.storage.is_attached:

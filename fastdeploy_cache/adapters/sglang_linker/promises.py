@@ -15,7 +15,8 @@ Kept = Sequence[tuple[PageCache, Sequence[PinnedPrefix]]]
 
 
 class Promises:
-    """By request. SGLang does not say that it has given one up before its load: so they end by themselves."""
+    """What is promised, by request. SGLang does not say that it has given one up before its load, so that they end by
+    themselves."""
 
     def __init__(self, most_pages: int) -> None:
         """`most_pages`: of the CPU tier of keys and values, of which promises hold a quarter at most."""

@@ -25,9 +25,10 @@ _OF_MODEL = ("kv_cache_dtype", "quantization", "json_model_override_args")
 @dataclass(frozen=True)
 class LinkerSettings:
     """`caches`: by pool. `prefetch_seconds`: that a look-up waits for storage. `load_seconds`: that a batch's loads may
-    take, with what is begun again."""
+    take, with what is begun again. `num_ranks`: that have to do the same, each with pages of its own."""
 
     caches: tuple[CacheConfig, ...]
+    num_ranks: int
     prefetch_seconds: float
     load_seconds: float
 
@@ -64,11 +65,9 @@ def settings_of(extra: Mapping[str, Any], pools: Sequence[DevicePool], params: A
             "cpu_memory_bytes is missing in linker_extra_config; give the CPU tier's size, such as '8GiB'"
         )
     shares = _shares(given.pop("pool_shares", None), pools)
-    caches = [
-        _cache_of(given, pool, int(memory_bytes * shares[pool.name]), _Owner(weights_id, params), prefetch)
-        for pool in pools
-    ]
-    return LinkerSettings(tuple(caches), prefetch, load)
+    owner = _Owner(weights_id, params)
+    caches = [_cache_of(given, pool, int(memory_bytes * shares[pool.name]), owner, prefetch) for pool in pools]
+    return LinkerSettings(tuple(caches), owner.num_ranks, prefetch, load)
 
 
 def _seconds(given: dict[str, Any], name: str, default: float) -> float:
@@ -79,7 +78,7 @@ def _seconds(given: dict[str, Any], name: str, default: float) -> float:
 
 
 def _shares(given: Any, pools: Sequence[DevicePool]) -> dict[str, float]:
-    """Of the CPU tier's memory, by pool: equal ones where none are given."""
+    """Shares of the CPU tier's memory, by pool: equal ones where none are given."""
     names = [pool.name for pool in pools]
     if given is None:
         return dict.fromkeys(names, 1 / len(names))
@@ -114,9 +113,7 @@ def _place_in(params: Any) -> tuple[int, int]:
     group = getattr(params, "attn_tp_cache_group", None) or getattr(params, "tp_cache_group", None)
     if group is None:
         return 0, 1
-    from torch import distributed  # late: it is there where there is a group
-
-    return distributed.get_rank(group=group), distributed.get_world_size(group=group)
+    return int(group.rank()), int(group.size())
 
 
 def _cache_of(
@@ -151,7 +148,7 @@ def _cache_of(
 
 
 def _storage_of(given: dict[str, Any], pool: DevicePool, owner: _Owner) -> dict[str, Any]:
-    """Of files each pool of each rank has a folder of its own, since a folder is one process's."""
+    """The store of a pool. Each pool of each rank has a folder of its own, since a folder is one process's."""
     given = {**with_sizes(given, "storage."), "weights_id": owner.weights_of(pool)}
     given.setdefault("admission", "all")
     if given.get("kind", "file") == "file" and given.get("folder"):

@@ -174,6 +174,16 @@ def test_what_was_promised_stays(new: NewLinked) -> None:
     assert linked.linker.start_layer_wise_loading() == -1 and linked.linker.finish_layer_wise_loading(-1)
 
 
+def test_several_ranks_queue_alike(new: NewLinked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one of them lacks cannot be refused by it alone: the batch fails on all, and SGLang aborts its requests."""
+    monkeypatch.setattr(SETTINGS, "_place_in", lambda _: (1, 2))
+    linked, keys = new(), keys_of(5)
+    store(linked, keys[:4])
+    assert linked.load(keys, PAGES)
+    assert not linked.run()
+    assert linked.load(keys[:4], PAGES | {"kv": PAGES["kv"][:4]}, "r2") and linked.run()
+
+
 STORED = {"storage": {"capacity_bytes": "16MiB", "slab_bytes": "1MiB"}}
 
 
