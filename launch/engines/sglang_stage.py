@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from fastdeploy_cache.launch.engines.results import Passed, Served, StageResult,
 from fastdeploy_cache.launch.engines.stages import made_up_prompts
 
 _OUTPUT_TOKENS, _GPU_TOKENS, _SEED = 8, 1024, 1
+_KILL_WITHIN_SECONDS = 0.05
 _STORAGE_PROCESS, _RANK = "fastdeploy_cache.transfer_manager.storage", "fastdeploy_cache.transfer_manager"
 _INJECTOR = "SGLANG_TEST_HICACHE_BACKEND_RANDOM_"
 
@@ -71,14 +76,14 @@ def run(settings: EngineRun) -> StageResult:
     )
     up_seconds = time.monotonic() - started
     passes: list[Passed] = []
-    num_kills = num_requests = 0
+    num_requests, kills = 0, _Kills(_RANK if settings.linker is not None else _STORAGE_PROCESS)
     for _ in range(settings.num_passes):
         served, hits = [], []
         for prompt in made_up_prompts(settings.lengths, settings.vocabulary, _SEED):
             num_requests += 1
-            if settings.kill_every and num_requests % settings.kill_every == 0:
-                num_kills += _kill(_RANK if settings.linker is not None else _STORAGE_PROCESS)
-            answer, by_tier = _serve(engine, prompt)
+            is_due = settings.kill_every > 0 and num_requests % settings.kill_every == 0
+            with kills.while_it_is_served() if is_due else nullcontext():
+                answer, by_tier = _serve(engine, prompt)
             served.append(answer)
             hits.append(by_tier)
         passes.append(Passed(served=tuple(served), hit_tokens=tuple(map(sum, zip(*hits, strict=True)))))
@@ -87,7 +92,7 @@ def run(settings: EngineRun) -> StageResult:
     if settings.linker is not None:  # the same
         engine.flush_cache()
     engine.shutdown()
-    return StageResult(version=sglang.__version__, passes=tuple(passes), up_seconds=up_seconds, num_kills=num_kills)
+    return StageResult(version=sglang.__version__, passes=tuple(passes), up_seconds=up_seconds, num_kills=kills.num)
 
 
 def _hicache(settings: EngineRun) -> dict[str, Any]:
@@ -140,6 +145,25 @@ def _serve(engine: Any, prompt: list[int]) -> tuple[Served, list[int]]:
     cached = found.get("cached_tokens") or 0
     served = Served(tokens=tuple(answer["output_ids"]), num_cached_tokens=cached, seconds=seconds)
     return served, [by_source.get(source) or 0 for source in ("device", "host", "storage")]
+
+
+class _Kills:
+    """Of the processes of this engine that run a module of ours: they die within the first moments of a request, in
+    which its prompt is looked up and loaded."""
+
+    def __init__(self, module: str) -> None:
+        self._module, self._draw, self.num = module, random.Random(_SEED), 0  # noqa: S311  nothing secret
+
+    @contextmanager
+    def while_it_is_served(self) -> Iterator[None]:
+        """One more, while this goes on."""
+        timer = threading.Timer(self._draw.random() * _KILL_WITHIN_SECONDS, self._kill)
+        timer.start()
+        yield
+        timer.join()
+
+    def _kill(self) -> None:
+        self.num += _kill(self._module)
 
 
 def _kill(module: str) -> int:

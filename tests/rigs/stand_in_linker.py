@@ -14,6 +14,7 @@ import numpy as np
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from tests.rigs.stand_in_sglang import MODEL, load_over
 
+PARALLEL = SimpleNamespace(dp_rank=None, attn_dp_rank=0)
 _LINKER = "mem_cache.unified_cache.unified_cache_linker"
 
 
@@ -169,5 +170,8 @@ def keys_of(num: int, prompt: str = "a prompt") -> list[str]:
 
 def load_linker() -> ModuleType:
     """The linker's module over what is here."""
-    parts = {_LINKER: {"UnifiedCacheLinker": UnifiedCacheLinker}, "runtime_context": {"get_model": lambda: MODEL}}
+    parts = {
+        _LINKER: {"UnifiedCacheLinker": UnifiedCacheLinker},
+        "runtime_context": {"get_model": lambda: MODEL, "get_parallel": lambda: PARALLEL},
+    }
     return load_over(parts, "fastdeploy_cache.adapters.sglang_linker.linker")

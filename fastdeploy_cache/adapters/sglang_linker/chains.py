@@ -37,22 +37,33 @@ class PageChains:
         self._at: OrderedDict[bytes, tuple[tuple[bytes, ...], int]] = OrderedDict()
         self._numbers = count(1)
 
-    def link(self, hashes: Hashes) -> ChainPart:
-        """The chain on which the first of these pages lies, with the others behind it; of an unknown page, its own."""
+    def __contains__(self, page: bytes) -> bool:
+        """Whether it is remembered."""
+        return page in self._at
+
+    def part(self, hashes: Hashes, *, is_known: bool = False) -> ChainPart:
+        """The chain on which the first of these pages lies, with the others behind it; of an unknown page, its own.
+
+        `is_known`: with those alone that are known to lie on that chain. Storage may have more of it.
+        """
         chain, place = self._at.get(hashes[0], ((), 0))
-        if hashes[0] in self._at:
+        if chain:
             self._at.move_to_end(hashes[0])
+        if is_known:
+            pairs = zip(chain[place:], hashes, strict=False)
+            num = next((number for number, (known, page) in enumerate(pairs) if known != page), len(chain) - place)
+            hashes = hashes[: max(1, num)]
         return ChainPart(self._request([*chain[:place], *hashes]), place, place + len(hashes))
 
     def fresh(self, hashes: Hashes) -> ChainPart:
         """A chain of these pages alone."""
         return ChainPart(self._request(hashes), 0, len(hashes))
 
-    def note(self, link: ChainPart, hashes: Hashes) -> None:
+    def note(self, part: ChainPart, hashes: Hashes) -> None:
         """These pages lie there."""
-        tokens = np.frombuffer(link.request.tokens, np.int32).astype(">u2").tobytes()
-        chain = tuple([tokens[at : at + 32] for at in range(0, 32 * (link.first + len(hashes)), 32)])
-        for place, page in enumerate(hashes, link.first):
+        tokens = np.frombuffer(part.request.tokens, np.int32).astype(">u2").tobytes()
+        chain = tuple([tokens[at : at + 32] for at in range(0, 32 * (part.first + len(hashes)), 32)])
+        for place, page in enumerate(hashes, part.first):
             self._at[page] = chain, place
             self._at.move_to_end(page)
         while len(self._at) > self._most:

@@ -19,6 +19,7 @@ except ImportError:
     SGLANG.check(installed_version(SGLANG.package))  # names that an older one does not have
     raise
 from fastdeploy_cache.adapters.sglang_linker.device_pools import KV, MAMBA, device_pools
+from fastdeploy_cache.adapters.sglang_linker.ends import Ends, fetch_last
 from fastdeploy_cache.adapters.sglang_linker.loads import LayerLoads
 from fastdeploy_cache.adapters.sglang_linker.offloads import Offloads
 from fastdeploy_cache.adapters.sglang_linker.page_cache import PageCache, PageLoad
@@ -29,8 +30,7 @@ from fastdeploy_cache.ipc.event_log import event_log
 
 logger = event_log(__name__)
 
-_MOST_BOUNDARIES = 256  # that are looked at for windows and states, from the deepest on
-_MOST_FETCHED = 32  # of these, whose windows and states storage is asked for
+_MOST_FETCHED = 32  # boundaries whose windows and states storage is asked for, from the deepest on
 _MOST_ASKED = 4096  # requests of which it is remembered that storage was asked
 Loads = Sequence[tuple[PageCache, PageLoad]]
 
@@ -62,7 +62,7 @@ class FastDeployCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         atexit.register(self.close)
         try:
             for pool, config in zip(pools, settings.caches, strict=True):
-                self._caches[pool.name] = PageCache(config, pool, is_loose=pool.name != KV)
+                self._caches[pool.name] = PageCache(config, pool, is_backward=pool.name != KV)
         except BaseException:
             self.close()
             raise
@@ -74,8 +74,8 @@ class FastDeployCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._is_alone = settings.num_ranks == 1
         self._pending: dict[str, tuple[Loads, bool]] = {}  # and whether that is all
         self._offloads = Offloads()
-        self._promises = Promises(settings.caches[0].pool_sizes()[1])
-        self._asked: OrderedDict[str, tuple[str, int]] = OrderedDict()  # the tail for which storage was asked
+        self._promises = Promises(list(self._caches.values()))
+        self._asked: OrderedDict[str, tuple[bytes, int]] = OrderedDict()  # the tail for which storage was asked
         for name, cache in self._caches.items():
             sizes = cache.cache.config.pool_sizes()
             logger.info("event=linker_pool pool=%s num_device_pages=%d num_cpu_pages=%d", name, *sizes)
@@ -89,21 +89,28 @@ class FastDeployCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         keys = wanted.pop(KV, [])
         if not keys or not set(wanted) <= set(self._caches) or not all(each.is_ready for each in self._caches.values()):
             return []
-        deadline = self._deadline_of(rid, transfers[0].keys)
-        num_pages = self._caches[KV].num_found(keys, deadline)
-        reaches = {name: len(tail) for name, tail in wanted.items()}
-        found = list(range(1, num_pages + 1))
-        if reaches:
-            found = self._with_ends(keys, found[-_MOST_BOUNDARIES:], reaches, deadline)
-        if found:
-            ends = [
-                (self._caches[name], keys[max(0, found[-1] - reach) : found[-1]]) for name, reach in reaches.items()
-            ]
-            kept = [(cache, cache.keep(pages)) for cache, pages in ((self._caches[KV], keys[: found[-1]]), *ends)]
-            self._promises.keep(rid, kept, found[-1])
-        return found
+        deadline = self._deadline_of(rid, keys)
+        held = [(self._caches[KV], self._caches[KV].hold(keys, deadline))]
+        try:
+            reaches = [(self._caches[name], len(tail)) for name, tail in wanted.items()]
+            found = range(1, held[0][1].num_pages + 1)
+            ends = [Ends(cache, keys[: len(found)], reach) for cache, reach in reaches]
+            held += [(each.cache, each.held) for each in ends]
+            for each in ends:
+                each.find()
+            if deadline is not None and ends:
+                fetch_last(ends, found[-_MOST_FETCHED:], deadline)
+        except BaseException:
+            for cache, pages in held:
+                cache.let_go(pages)
+            raise
+        restorable = [end for end in found if all(each.has(end) for each in ends)]
+        self._promises.keep(rid, held)
+        if not restorable:
+            self._promises.end(rid)
+        return restorable
 
-    def _deadline_of(self, rid: str, keys: Sequence[str]) -> float | None:
+    def _deadline_of(self, rid: str, keys: Sequence[bytes]) -> float | None:
         """Storage is asked once for a request and its tail: SGLang looks up again at each step in which it waits."""
         tail = keys[0], len(keys)
         is_new, self._asked[rid] = self._asked.get(rid) != tail, tail
@@ -111,19 +118,6 @@ class FastDeployCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if len(self._asked) > _MOST_ASKED:
             self._asked.popitem(last=False)
         return SYSTEM_CLOCK.now() + self._prefetch_seconds if is_new else None
-
-    def _with_ends(
-        self, keys: Sequence[bytes], found: Sequence[int], reaches: Mapping[str, int], deadline: float | None
-    ) -> list[int]:
-        """Those of these boundaries behind which each window and state is there, too. One that no boundary deeper than
-        it has is fetched from storage."""
-        ends = list[int]()
-        for number, end in enumerate(reversed(found)):
-            tails = [(self._caches[name], keys[max(0, end - reach) : end]) for name, reach in reaches.items()]
-            until = deadline if not ends and number < _MOST_FETCHED else None
-            if all(cache.num_found(tail[::-1], until) == len(tail) for cache, tail in tails):
-                ends.append(end)
-        return ends[::-1]
 
     # -- loading
 
@@ -134,12 +128,17 @@ class FastDeployCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         that cannot be begun then fails with its batch.
         """
         loads, is_whole = list[tuple[PageCache, PageLoad]](), True
-        for each in transfers:
-            cache = self._caches[str(each.name)]
-            pages = cache.pool.pages_of(each.device_indices, len(each.keys))
-            found = cache.load([bytes.fromhex(key) for key in each.keys], pages)
-            is_whole &= found is not None
-            loads += [(cache, load) for load in found or ()]
+        try:
+            for each in transfers:
+                cache, hashes, pages = self._given(each)
+                found = cache.load(hashes, pages)
+                is_whole &= found is not None
+                loads += [(cache, load) for load in found or ()]
+        except MemoryError:
+            is_whole = False
+        except BaseException:
+            _end(loads)
+            raise
         self._promises.end(rid)
         if not is_whole and self._is_alone:
             _end(loads)
@@ -173,17 +172,20 @@ class FastDeployCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def offload(self, transfers: Sequence[Any], session_id: str | None = None) -> bool:  # noqa: ARG002
         """Queue copies of these device pages, which stay as they are until it is told that they have ended."""
-        work = list[tuple[PageCache, list[bytes], list[int]]]()
-        for each in transfers:
-            cache = self._caches.get(str(each.name))
-            if cache is None:
-                return False
-            pages = cache.pool.pages_of(each.device_indices, len(each.keys))
-            work.append((cache, [bytes.fromhex(key) for key in each.keys], pages))
+        if any(str(each.name) not in self._caches for each in transfers):
+            return False
+        work = [self._given(each) for each in transfers]
         if not work:
             return False
         self._offloads.add(partial(_store, work), self.record_offload_ready() if self._is_cuda else ())
         return True
+
+    def _given(self, transfer: Any) -> tuple[PageCache, list[bytes], list[int]]:
+        """The cache of a transfer's pool, its pages' hashes and numbers, in the order of that cache."""
+        cache = self._caches[str(transfer.name)]
+        pages = cache.pool.pages_of(transfer.device_indices, len(transfer.keys))
+        hashes = [bytes.fromhex(key) for key in transfer.keys]
+        return (cache, hashes[::-1], pages[::-1]) if cache.is_backward else (cache, hashes, pages)
 
     def num_completed_offloads(self) -> int:
         """How many have ended, counted from the oldest."""
@@ -222,10 +224,13 @@ class FastDeployCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 def _store(work: Sequence[tuple[PageCache, list[bytes], list[int]]]) -> tuple[list[CallerTransfer], bool]:
     """Copies of all pools' pages, and whether they are of all."""
     transfers, is_whole = list[CallerTransfer](), True
-    for cache, hashes, pages in work:
-        begun, is_all = cache.store(hashes, pages)
-        transfers += begun
-        is_whole &= is_all
+    try:
+        for cache, hashes, pages in work:
+            transfer, is_all = cache.store(hashes, pages)
+            transfers.append(transfer)
+            is_whole &= is_all
+    except MemoryError:
+        is_whole = False
     return transfers, is_whole
 
 

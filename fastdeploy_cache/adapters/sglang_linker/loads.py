@@ -12,46 +12,39 @@ logger = event_log(__name__)
 
 
 class _Batch:
-    """Loads that began together, with the caches that they are of."""
+    """Loads that begin together, with the caches that they are of."""
 
     def __init__(self, loads: Sequence[tuple[PageCache, PageLoad]], deadline: float, *, is_short: bool) -> None:
         self._loads, self._deadline = list(loads), deadline
         self._failed = is_short
+
+    def start(self) -> None:
+        """Begin them all, as far as there is a place for them."""
         for _, load in self._loads:
-            load.start()  # one for which there is no place now begins behind another
+            load.start()
 
     def wait_layer(self, layer: int) -> None:
         """Wait until a layer of the model is there, or is known not to come."""
         for cache, load in self._loads:
             number = cache.layer_of.get(layer)
             while number is not None and not self._failed and not load.wait_layer(number, self._deadline):
-                self._failed = not self._begin_again(load)
+                self._failed = not load.begin_again(self._deadline)
 
     def finish(self) -> bool:
         """Wait until nothing of it is written any more; whether all is there."""
         for _, load in self._loads:
-            while not load.wait(self._deadline) and not self._failed:
-                self._failed = not self._begin_again(load)
+            while not self._failed and not load.wait(self._deadline):
+                self._failed = not load.begin_again(self._deadline)
         for _, load in self._loads:
-            load.wait(max(self._deadline, SYSTEM_CLOCK.now() + load.longest_seconds))  # a task ends by itself
             load.end()
         return not self._failed
-
-    def _begin_again(self, load: PageLoad) -> bool:
-        """What is pinned in the CPU tier can be read again by the next process of a rank that has died."""
-        is_in_time = SYSTEM_CLOCK.now() < self._deadline and load.wait_ranks(self._deadline)
-        if not is_in_time or load.is_going:
-            return False
-        if load.start():
-            return True
-        others = [other for _, other in self._loads if other.is_going]
-        return bool(others) and others[0].wait(self._deadline) and load.start()
 
 
 class LayerLoads:
     """SGLang's `layer_done_counter`: the model waits here for each layer of the batch that it computes.
 
-    A load that fails is begun again until the batch's time is over, so that the death of a rank costs time alone.
+    A load that fails with its rank is begun again by the next one, so that its death costs time alone. Whoever waits
+    for a layer does that: there is no thread.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -64,7 +57,8 @@ class LayerLoads:
     def begin(self, loads: Sequence[tuple[PageCache, PageLoad]], *, is_short: bool = False) -> int:
         """Start these; the batch's index. `is_short`: some of what it needs is not here, so that it fails."""
         self._last += 1
-        self._batches[self._last] = _Batch(loads, SYSTEM_CLOCK.now() + self._seconds, is_short=is_short)
+        batch = self._batches[self._last] = _Batch(loads, SYSTEM_CLOCK.now() + self._seconds, is_short=is_short)
+        batch.start()
         return self._last
 
     def set_consumer(self, index: int) -> None:

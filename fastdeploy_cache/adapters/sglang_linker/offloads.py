@@ -22,7 +22,8 @@ class _Offload:
     def try_beginning(self) -> bool:
         """Whether it has begun by now."""
         if not self._has_begun and all(event.query() for event in self._events):
-            self._has_begun, (self._transfers, self._is_whole) = True, self._begin()
+            self._has_begun = True  # first: its pages are SGLang's to fill anew, whatever becomes of it
+            self._transfers, self._is_whole = self._begin()
         return self._has_begun
 
     def wait(self, seconds: float) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fastdeploy_cache.adapters.sglang_linker.chains import ChainPart, Hashes, PageChains
 from fastdeploy_cache.adapters.sglang_linker.device_pools import DevicePool
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
+from fastdeploy_cache.books.run import CPU
 from fastdeploy_cache.callers.transfers import CallerTransfer
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
@@ -18,44 +20,47 @@ from fastdeploy_cache.transfer_manager.kv.tensors import share_in_place, shared_
 _MARGIN_SECONDS = 5.0  # behind a task's deadline its rank is killed and reaped; that answers every wait
 _FLUSH_SECONDS = 5.0
 _PAGES_REMEMBERED = 8  # for each of the CPU tier: storage has more
-
-
-def longest_seconds_of(cache: PrefixCacheManager) -> float:
-    """How long a copy of a cache's can take: one that is late is answered by the death of its rank."""
-    return cache.config.transfer.task_timeout_seconds + _MARGIN_SECONDS
+_MOST_TRIES = 8
 
 
 class PageLoad:
     """Pages of one chain on their way into the device pool, which are pinned in the CPU tier until it has ended."""
 
-    def __init__(self, cache: PrefixCacheManager, link: ChainPart, pages: Sequence[int], pinned: PinnedPrefix) -> None:
-        self._cache, self._link, self._pages, self._pinned = cache, link, list(pages), pinned
+    def __init__(self, cache: PrefixCacheManager, part: ChainPart, pages: Sequence[int], pinned: PinnedPrefix) -> None:
+        self._cache, self._part, self._pages, self._pinned = cache, part, list(pages), pinned
         self._transfer: CallerTransfer | None = None
+        self._num_tries, self._num_restarts = 0, -1
 
-    def start(self) -> bool:
-        """Begin, or begin again; whether that can be now."""
+    def start(self) -> None:
+        """Begin, if there is a place for its task now and memory; else it is begun where it is waited for."""
         copies = self._cache.blocks.copies
-        transfer = copies.swap_in(self._link.request, self._pages, first_block=self._link.first)
+        self._num_tries += 1
+        self._num_restarts = self._cache.ranks.statuses()[0].num_restarts
+        try:
+            transfer = copies.swap_in(self._part.request, self._pages, first_block=self._part.first)
+        except MemoryError:
+            return
         self._transfer = transfer if transfer.num_blocks == len(self._pages) else None
-        return self._transfer is not None
 
-    @property
-    def is_going(self) -> bool:
-        """It is on its way."""
-        return self._transfer is not None and not self._transfer.done
-
-    @property
-    def has_landed(self) -> bool:
-        """All of it is there."""
-        return self._transfer is not None and self._transfer.succeeded
+    def begin_again(self, deadline: float) -> bool:
+        """It has failed, or there was no place for it: what is pinned can be read again. Whether it is worth another
+        wait: not where a copy fails on a rank that lives, nor behind the deadline."""
+        seconds = max(0.0, deadline - SYSTEM_CLOCK.now())
+        if not seconds or self._num_tries >= _MOST_TRIES or not self._cache.ranks.wait_ready(seconds):
+            return False
+        if self._transfer is None:
+            self._cache.wait_for_transfers(seconds)  # which have the places, or some of the memory
+        elif not self._transfer.done or self._cache.ranks.statuses()[0].num_restarts == self._num_restarts:
+            return False
+        self._transfer = None
+        self.start()
+        return True
 
     def wait_layer(self, layer: int, deadline: float) -> bool:
         """Wait until a layer, as the pool counts them, is there; False where it has failed, or the time is over."""
         transfer, progress = self._transfer, self._cache.ranks.layer_progress(0)
-        if transfer is None or progress is None:
+        if transfer is None or progress is None or transfer.done:
             return self.wait(deadline)
-        if transfer.done:
-            return transfer.succeeded
         return progress.wait_layer(transfer.task_ids, layer, max(0.0, deadline - SYSTEM_CLOCK.now()))
 
     def wait(self, deadline: float) -> bool:
@@ -63,33 +68,44 @@ class PageLoad:
         seconds = max(0.0, deadline - SYSTEM_CLOCK.now())
         return self._transfer is not None and self._transfer.wait(seconds)
 
-    @property
-    def longest_seconds(self) -> float:
-        """How long a copy can take."""
-        return longest_seconds_of(self._cache)
-
-    def wait_ranks(self, deadline: float) -> bool:
-        """Wait until the rank is there, or there again."""
-        return self._cache.ranks.wait_ready(max(0.0, deadline - SYSTEM_CLOCK.now()))
-
     def end(self) -> None:
-        """The pages need not be kept for it. Safe to call twice."""
+        """Wait until nothing is written any more, which every copy comes to by itself, and keep the pages no longer.
+        Safe to call twice."""
+        if self._transfer is not None:
+            self._transfer.wait(longest_seconds_of(self._cache))
         self._cache.blocks.unpin(self._pinned)
+
+
+def longest_seconds_of(cache: PrefixCacheManager) -> float:
+    """How long a copy of a cache's can take: one that is late is answered by the death of its rank."""
+    return cache.config.transfer.task_timeout_seconds + _MARGIN_SECONDS
+
+
+class HeldPages(NamedTuple):
+    """Pages that were found, and are pinned in the CPU tier until `PageCache.let_go`."""
+
+    parts: list[tuple[ChainPart, PinnedPrefix]]
+
+    @property
+    def num_pages(self) -> int:
+        """How many these are."""
+        return sum(part.end - part.first for part, _ in self.parts)
 
 
 class PageCache:
     """A `PrefixCacheManager` whose GPU blocks are SGLang's device pages, by number, and all the caller's.
 
-    The pages of a prefix are a chain. Those that are asked for one by one, as a window's and a state, are each a chain
-    of its own (`is_loose`).
+    The full pages of a prefix are a chain from its front. Those of a window, and a state, are chains from their end
+    (`is_backward`): a look-up begins there, and what lies the furthest in front is evicted first. Whoever gives hashes
+    of such a cache gives the last one first.
     """
 
-    def __init__(self, config: CacheConfig, pool: DevicePool, *, is_loose: bool) -> None:
+    def __init__(self, config: CacheConfig, pool: DevicePool, *, is_backward: bool) -> None:
         """Start the rank, and let it have the pool; its tensors move into shared memory on the CPU device.
 
         Raises what `PrefixCacheManager` and `attach_kv` raise.
         """
-        self.pool, self._is_loose = pool, is_loose
+        self.pool, self.is_backward = pool, is_backward
         self.layer_of = {layer: number for number, layer in enumerate(pool.layers)}
         self.cache = PrefixCacheManager(config)
         try:
@@ -114,7 +130,7 @@ class PageCache:
 
     @property
     def longest_seconds(self) -> float:
-        """How long a copy can take: one that is late is answered by the death of its rank."""
+        """How long a copy can take."""
         return longest_seconds_of(self.cache)
 
     @property
@@ -122,98 +138,99 @@ class PageCache:
         """Whether its rank is there now."""
         return self.cache.ranks.wait_ready(0)
 
+    @property
+    def pinned_share(self) -> float:
+        """Of the CPU tier, what is pinned now."""
+        stats = self.cache.blocks.view.tier_stats(CPU)
+        return stats.num_protected / stats.num_blocks
+
     # -- finding
 
-    def num_found(self, hashes: Hashes, deadline: float | None = None) -> int:
-        """How many of these pages, counted from the first, are in the CPU tier. With a deadline, what is in storage
+    def hold(self, hashes: Hashes, deadline: float | None = None) -> HeldPages:
+        """Those of these pages, counted from the first, that are in the CPU tier. With a deadline, what is in storage
         alone is fetched first, as far as it comes until then."""
-        return sum(link.end - link.first for link in self._links(hashes, deadline))
+        held = HeldPages([])
+        try:
+            at = 0
+            while at < len(hashes) and (found := self._find(hashes[at:], deadline)) is not None:
+                held.parts.append(found)
+                at += found[0].end - found[0].first
+        except BaseException:
+            self.let_go(held)
+            raise
+        return held
 
-    def _links(self, hashes: Hashes, deadline: float | None = None) -> list[ChainPart]:
-        """PageChains on which these pages lie in the CPU tier, as far as they do."""
-        links, at = list[ChainPart](), 0
-        while at < len(hashes):
-            wanted = hashes[at : at + 1] if self._is_loose else hashes[at:]
-            link = self._find(wanted, deadline)
-            if link is None:
-                break
-            links.append(link)
-            at += link.end - link.first
-        return links
+    def let_go(self, held: HeldPages) -> None:
+        """The reverse. Safe to call twice."""
+        for _, pinned in held.parts:
+            self.cache.blocks.unpin(pinned)
 
-    def _find(self, hashes: Hashes, deadline: float | None) -> ChainPart | None:
-        link = self._chains.link(hashes)
-        num_found = self._num_cached(link)
-        if not num_found and link.first:  # what is in front of it has gone
-            link = self._chains.fresh(hashes)
-            num_found = self._num_cached(link)
-        if num_found < len(hashes) and deadline is not None and self._fetch(link, deadline):
-            num_found = self._num_cached(link)
-        if not num_found:
-            return None
-        self._chains.note(link, hashes[:num_found])
-        return link._replace(end=link.first + num_found)
+    def knows(self, page: bytes) -> bool:
+        """Whether this page was stored or found here, and may be in the CPU tier still."""
+        return page in self._chains
 
-    def _num_cached(self, link: ChainPart) -> int:
-        return max(0, min(self.cache.blocks.lookup(link.request).num_blocks, link.end) - link.first)
+    def _find(self, hashes: Hashes, deadline: float | None) -> tuple[ChainPart, PinnedPrefix] | None:
+        """The chain on which the first of these pages lies, as far as it has them; it is pinned."""
+        part = self._chains.part(hashes, is_known=deadline is None)
+        pinned = self._pin(part)
+        if pinned.num_blocks <= part.first and part.first:  # what is in front of it has gone
+            self.cache.blocks.unpin(pinned)
+            part = self._chains.fresh(hashes)
+            pinned = self._pin(part)
+        try:
+            if pinned.num_blocks < part.end and deadline is not None and self._fetch(part, deadline):
+                before, pinned = pinned, self._pin(part)  # kept meanwhile: what comes must not push it out
+                self.cache.blocks.unpin(before)
+            num_found = pinned.num_blocks - part.first
+            if num_found > 0:
+                self._chains.note(part, hashes[:num_found])
+                return part._replace(end=pinned.num_blocks), pinned
+        except BaseException:
+            self.cache.blocks.unpin(pinned)
+            raise
+        self.cache.blocks.unpin(pinned)
+        return None
 
-    def _fetch(self, link: ChainPart, deadline: float) -> bool:
+    def _pin(self, part: ChainPart) -> PinnedPrefix:
+        return self.cache.blocks.pin(part.request, part.end)
+
+    def _fetch(self, part: ChainPart, deadline: float) -> bool:
         """Bring what storage has of a chain to the CPU tier; whether anything may have come."""
         seconds = deadline - SYSTEM_CLOCK.now()
         if seconds <= 0 or not self.cache.storage.is_attached:
             return False
-        prefetch = self.cache.prefetch(link.request, with_last_token=True)
+        prefetch = self.cache.prefetch(part.request, with_last_token=True)
         prefetch.wait(seconds)
-        self.cache.end_prefetch(link.request)
+        self.cache.end_prefetch(part.request)
         return prefetch.num_fetched_blocks > 0
-
-    def keep(self, hashes: Hashes) -> list[PinnedPrefix]:
-        """Keep these pages in the CPU tier, as far as they are there, until `let_go`."""
-        return [self.cache.blocks.pin(link.request, link.end) for link in self._links(hashes)]
-
-    def let_go(self, kept: Sequence[PinnedPrefix]) -> None:
-        """The reverse. Safe to call twice."""
-        for pinned in kept:
-            self.cache.blocks.unpin(pinned)
 
     # -- moving
 
     def load(self, hashes: Hashes, pages: Sequence[int]) -> list[PageLoad] | None:
         """Loads of these pages, which are in the CPU tier, into device pages; None, and nothing is kept, where they are
         not all there. Nothing is begun yet."""
+        held = self.hold(hashes)
+        if held.num_pages < len(hashes):
+            self.let_go(held)
+            return None
         loads, at = list[PageLoad](), 0
-        for link in self._links(hashes):
-            pinned = self.cache.blocks.pin(link.request, link.end)
-            num = link.end - link.first
-            loads.append(PageLoad(self.cache, link, pages[at : at + num], pinned))
+        for part, pinned in held.parts:
+            num = part.end - part.first
+            loads.append(PageLoad(self.cache, part, pages[at : at + num], pinned))
             at += num
-            if pinned.num_blocks < link.end:
-                break
-        else:
-            if at == len(hashes):
-                return loads
-        for load in loads:
-            load.end()
-        return None
+        return loads
 
-    def store(self, hashes: Hashes, pages: Sequence[int]) -> tuple[list[CallerTransfer], bool]:
+    def store(self, hashes: Hashes, pages: Sequence[int]) -> tuple[CallerTransfer, bool]:
         """Copy these device pages to the CPU tier, as far as they are not there; and whether that is all of them."""
-        transfers, is_whole = list[CallerTransfer](), True
-        step = 1 if self._is_loose else len(hashes)
-        for at in range(0, len(hashes), step):
-            transfer, is_all = self._store(hashes[at : at + step], pages[at : at + step])
-            transfers.append(transfer)
-            is_whole &= is_all
-        return transfers, is_whole
-
-    def _store(self, hashes: Hashes, pages: Sequence[int]) -> tuple[CallerTransfer, bool]:
-        blocks, link = self.cache.blocks, self._chains.link(hashes)
-        if link.first and blocks.lookup(link.request).num_blocks < link.first:
-            link = self._chains.fresh(hashes)
-        num_cached = self._num_cached(link)
+        blocks, part = self.cache.blocks, self._chains.part(hashes)
+        num_found = blocks.lookup(part.request).num_blocks
+        if num_found < part.first:
+            part = self._chains.fresh(hashes)
+            num_found = blocks.lookup(part.request).num_blocks
+        num_cached = max(0, min(num_found, part.end) - part.first)
         generation = blocks.generation  # SGLang fills its pages anew at any time: what they hold is of now
-        transfer = blocks.copies.swap_out(link.request, pages, first_block=link.first, generation=generation)
-        self._chains.note(link, hashes)
+        transfer = blocks.copies.swap_out(part.request, pages, first_block=part.first, generation=generation)
+        self._chains.note(part, hashes)
         return transfer, num_cached + transfer.num_blocks >= len(hashes)
 
     # -- the whole

@@ -5,49 +5,47 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from fastdeploy_cache.adapters.sglang_linker.page_cache import PageCache
-from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
+from fastdeploy_cache.adapters.sglang_linker.page_cache import HeldPages, PageCache
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 
-_MOST, _MOST_SHARE, _SECONDS = 256, 0.25, 30.0
+MOST_PROMISES, MOST_SHARE, MOST_SECONDS = 256, 0.5, 30.0  # of one pool's CPU tier
 
-Kept = Sequence[tuple[PageCache, Sequence[PinnedPrefix]]]
+Held = Sequence[tuple[PageCache, HeldPages]]
 
 
 class Promises:
     """What is promised, by request. SGLang does not say that it has given one up before its load, so that they end by
     themselves."""
 
-    def __init__(self, most_pages: int) -> None:
-        """`most_pages`: of the CPU tier of keys and values, of which promises hold a quarter at most."""
-        self._most_pages = int(most_pages * _MOST_SHARE)
-        self._kept: OrderedDict[str, tuple[Kept, int, float]] = OrderedDict()
-        self._num_pages = 0
+    def __init__(self, caches: Sequence[PageCache]) -> None:
+        self._caches = caches
+        self._held: OrderedDict[str, tuple[Held, float]] = OrderedDict()
 
-    def keep(self, rid: str, kept: Kept, num_pages: int) -> None:
-        """This was promised to a request, instead of what was before."""
+    def keep(self, rid: str, held: Held) -> None:
+        """This is promised to a request, instead of what was before. Others end for it, and never itself."""
         self.end(rid)
-        self._kept[rid] = kept, num_pages, SYSTEM_CLOCK.now()
-        self._num_pages += num_pages
-        self.end_old()
+        self._held[rid] = held, SYSTEM_CLOCK.now()
+        while len(self._held) > 1 and self._are_many():
+            self.end(next(iter(self._held)))
+
+    def _are_many(self) -> bool:
+        return len(self._held) > MOST_PROMISES or any(cache.pinned_share > MOST_SHARE for cache in self._caches)
 
     def end_old(self) -> None:
-        """Those go that are too old or, the oldest first, too many."""
-        while self._kept:
-            rid, (_, _, since) = next(iter(self._kept.items()))
-            is_much = len(self._kept) > _MOST or self._num_pages > self._most_pages
-            if not is_much and SYSTEM_CLOCK.now() - since < _SECONDS:
+        """Those that are too old end."""
+        while self._held:
+            rid, (_, since) = next(iter(self._held.items()))
+            if SYSTEM_CLOCK.now() - since < MOST_SECONDS:
                 return
             self.end(rid)
 
     def end(self, rid: str) -> None:
         """It is loaded now, or given up."""
-        kept, num_pages, _ = self._kept.pop(rid, ((), 0, 0.0))
-        self._num_pages -= num_pages
-        for cache, pinned in kept:
-            cache.let_go(pinned)
+        held, _ = self._held.pop(rid, ((), 0.0))
+        for cache, pages in held:
+            cache.let_go(pages)
 
     def end_all(self) -> None:
         """Nothing is promised."""
-        for rid in list(self._kept):
+        for rid in list(self._held):
             self.end(rid)

@@ -125,7 +125,7 @@ def test_the_death_of_a_rank_costs_time_alone(new: NewLinked, kind: str) -> None
 
 def test_a_load_that_cannot_come_says_so(new: NewLinked) -> None:
     """A rank that is not started again: no layer is waited for beyond the time, and SGLang hears that it failed."""
-    linked, keys = new(transfer={"max_restarts": 0}, load_seconds=0.5), keys_of(5)
+    linked, keys = new(transfer={"max_restarts": 0, "task_timeout_seconds": 0.3}, load_seconds=0.5), keys_of(5)
     store(linked, keys)
     assert linked.load(keys, PAGES)
     linked.kill()
@@ -264,12 +264,18 @@ def refused(kvcache: Any, *components: Component, **more: Any) -> str:
     ("options", "words"),
     [
         ({"weights_id": ""}, "weights_id is missing"),
-        ({"cpu_memory_bytes": None}, "cpu_memory_bytes is missing"),
+        ({"cpu_memory_bytes": None}, "cpu_memory_bytes is None"),
+        ({"cpu_memory_bytes": 1.5e9}, "cpu_memory_bytes is 1500000000.0"),
         ({"cpu_memory_bytes": 100}, "cpu_memory_bytes leaves 100 for the pool 'kv'"),
         ({"cpu_memory": 100}, "cpu_memory"),
         ({"load_seconds": 0}, "load_seconds is 0"),
+        ({"load_seconds": 7200}, "less than 3,600"),
+        ({"load_seconds": 4.0}, "a copy may take transfer.task_timeout_seconds, 5.0"),
+        ({"transfer": {"tp_size": 4}}, "sets transfer.tp_size, which follows"),
+        ({"storage": True}, "storage is True"),
         ({"prefetch_seconds": "soon"}, "prefetch_seconds is 'soon'"),
-        ({"pool_shares": {"swa": 1}}, "give a share, above 0, for each of kv"),
+        ({"pool_shares": {"swa": 1}}, "give a number above 0 for each of kv"),
+        ({"pool_shares": {"kv": float("inf")}}, "give a number above 0"),
         ({"block_size": 4}, "sets block_size, which follows from SGLang"),
         ({"peer": {}}, "sets peer"),
         ({"storage": {"kind": "tape"}}, "tape"),
