@@ -97,6 +97,19 @@ class Checkpoints:
                     return checkpoint
         return None
 
+    def lacking(self, counts: Sequence[int], coming: Sequence[int] | None = None) -> tuple[int, int] | None:
+        """The first row that has not so many units for each row, also with those that are `coming`, and how many it
+        lacks; None: all have. Rows that have one pool take from each other."""
+        wanted: dict[UnitPool, int] = {}
+        for number, (pool, count) in enumerate(zip(self.pools, counts, strict=False)):
+            wanted[pool] = wanted.get(pool, 0) + count
+            num_there = pool.num_available
+            for other, num_coming in zip(self.pools, coming or (), strict=False):
+                num_there += num_coming if other is pool else 0
+            if wanted[pool] > num_there:
+                return number, wanted[pool] - num_there
+        return None
+
     # -- coming
 
     def publish(self, run: Run, end: int, boundary: int, units: Units, giver: Owner) -> tuple[Checkpoint, bool]:

@@ -111,21 +111,6 @@ class ImageMover:
         """How many are on their way to the CPU tier."""
         return len(self._moving[CPU])
 
-    def num_lacking(self, checkpoint: Checkpoint) -> tuple[int, str] | None:
-        """How many units a load of it lacks, and of which row; None: there is room."""
-        counts = self._sizes.counts(checkpoint.boundary)
-        number = self.first_short(counts)
-        if number is None:
-            return None
-        return counts[number] - self._rows.checkpoints.pools[number].num_available, str(self._sizes.rows[number])
-
-    def first_short(self, counts: Sequence[int], coming: Sequence[int] | None = None) -> int | None:
-        """The first row that has not so many units, also with those that are `coming`; None: all have."""
-        for number, (pool, count) in enumerate(zip(self._rows.checkpoints.pools, counts, strict=False)):
-            if count > pool.num_available + (coming[number] if coming is not None else 0):
-                return number
-        return None
-
     def num_coming(self) -> list[int]:
         """Units of each row that become free, or can be had from checkpoints, when the copies in flight end well."""
         pools = self._rows.checkpoints.pools

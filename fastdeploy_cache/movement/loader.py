@@ -85,10 +85,10 @@ class Loader:
             rooms = f"the prompt needs {num_cold + num_rest} blocks, and {num_available} can be had"
             self.refused_for = Cause.ROOM, rooms
             return False
-        lacking = self._images.num_lacking(image) if image is not None and self._images is not None else None
+        lacking = self._lacking(image) if image is not None else None
         if lacking is not None:
             self.lacks_room = True
-            self.refused_for = Cause.ROOM, f"its checkpoint lacks {lacking[0]} units of the row {lacking[1]!r}"
+            self.refused_for = Cause.ROOM, lacking
             return False
         if not self._mover.can(TaskKind.SWAP_IN, bool(parts) + (image is not None)):
             self.lacks_place = is_up = self._mover.is_up
@@ -99,6 +99,15 @@ class Loader:
         if parts:
             self._mover.load(parts)
         return True
+
+    def _lacking(self, image: Checkpoint) -> str | None:
+        rows = self._books.rows
+        assert rows is not None, "an image of a model without rows"
+        sizes = rows.checkpoints.sizes
+        if (lacking := rows.checkpoints.lacking(sizes.counts(image.boundary))) is None:
+            return None
+        number, num_short = lacking
+        return f"its checkpoint lacks {num_short} units of the row {str(sizes.rows[number])!r}"
 
     def _note_speed(self, ended: TaskEnded) -> None:
         result = ended.result

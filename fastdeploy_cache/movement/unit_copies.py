@@ -86,7 +86,8 @@ class UnitCopier:
         try:
             checkpoints.pin(checkpoint)
             try:
-                if any(checkpoints.pools[number].num_available < 1 for number in numbers):
+                counts = [numbers.count(number) for number in range(len(checkpoints.pools))]
+                if checkpoints.lacking(counts) is not None:
                     return None
                 if not self._mover.can(TaskKind.COPY, len(numbers) + num_others):
                     return None

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 
 from fastdeploy_cache.books.block_pool import TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.checkpoint import Checkpoint, deepest_within
 from fastdeploy_cache.books.run import Pin
-from fastdeploy_cache.books.unit_pool import UnitPool
 from fastdeploy_cache.errors import OutOfBlocksError
 from fastdeploy_cache.movement.images import ImageMover
 
@@ -37,24 +35,28 @@ class EndCheckpoints:
         if checkpoint is not None and self._books.rows is not None:
             self._books.rows.checkpoints.unpin(checkpoint)
 
-    def take(self, boundary: int) -> list[array[int]] | None:
-        """Units for one behind so many blocks, by row, a task's. All of them or none.
+    def check_room(self, boundary: int) -> None:
+        """For the units of one behind so many blocks.
 
         Raises:
             OutOfBlocksError: a row has not that many.
-            MemoryError: there is no list of them.
         """
         if (rows := self._books.rows) is None:
+            return
+        sizes = rows.checkpoints.sizes
+        if (lacking := rows.checkpoints.lacking(sizes.counts(boundary))) is not None:
+            number, num_short = lacking
+            num_coming = self._images.num_coming()[number] if self._images is not None else 0
+            raise OutOfBlocksError(num_short, num_coming, row=str(sizes.rows[number]))
+
+    def take(self, boundary: int) -> list[array[int]] | None:
+        """Units for one behind so many blocks, by row, a task's; there is room. All of them or, on `MemoryError`,
+        none."""
+        if (rows := self._books.rows) is None:
             return None
-        counts, needed = rows.checkpoints.sizes.counts(boundary), Counter[UnitPool]()
-        for number, (pool, count) in enumerate(zip(rows.checkpoints.pools, counts, strict=True)):
-            needed[pool] += count
-            if (short := needed[pool] - pool.num_available) > 0:
-                coming = self._images.num_coming()[number] if self._images is not None else 0
-                raise OutOfBlocksError(short, coming, row=str(rows.checkpoints.sizes.rows[number]))
         units: list[array[int]] = []
         try:
-            for number, count in enumerate(counts):
+            for number, count in enumerate(rows.checkpoints.sizes.counts(boundary)):
                 units.append(rows.take(number, count, TASK))
         except BaseException:
             rows.free_units(units)

@@ -141,14 +141,19 @@ class PeerReceives:
         mine.pin = tree.move_pin(None, *tree.place(path, num_found))
         num_coming, parts = coming_and_cold(path, num_found)
         num_cold = sum(n for _, _, n in parts)
+        mine.checkpoint = self._ends.keep(mine.pin, num_blocks)
         short = num_blocks - num_found + num_cold - tree.residency.num_available(GPU)
         if short > 0:
             raise OutOfBlocksError(short, num_coming)
+        if mine.checkpoint is None:
+            self._ends.check_room(num_blocks)  # before a load starts, which would evict for nothing
         if num_cold and not self._loader.start(parts, num_cold):
             num_found -= num_cold  # what cannot be loaded is received
+            self._ends.unpin(mine.checkpoint)
+            mine.checkpoint = None
             mine.pin = tree.move_pin(mine.pin, *tree.place(path, num_found))
+            self._ends.check_room(num_blocks)
         _, loads = coming_ids(path, num_gpu(path, num_found), num_found)
-        mine.checkpoint = self._ends.keep(mine.pin, num_blocks)
         if mine.checkpoint is None:
             mine.units = self._ends.take(num_blocks)
         mine.first, mine.ids = num_found, self._books.take(num_blocks - num_found, GPU, TASK)
@@ -196,7 +201,8 @@ class PeerReceives:
     def _land(self, mine: OpenReceive) -> None:
         if mine.ids:
             self._insert(mine)
-        if mine.units is not None and mine.pin is not None:
+        if mine.units is not None:
+            assert mine.pin is not None, "a checkpoint behind no blocks"
             mine.checkpoint, is_taken = self._ends.publish(mine.pin, mine.first + len(mine.ids), mine.units)
             mine.units = None if is_taken else mine.units
 

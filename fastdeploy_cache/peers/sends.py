@@ -51,6 +51,7 @@ class PeerSends:
 
     def __init__(self, books: Books, put: Put) -> None:
         self._books, self._tree, self._put, self._ends = books, books.tree, put, EndCheckpoints(books)
+        self._has_rows = books.rows is not None
         self._by_task: dict[int, OpenSend] = {}
         self._by_request: dict[str, OpenSend] = {}  # whose request runs
         self._by_update: dict[int, OpenSend] = {}
@@ -87,7 +88,8 @@ class PeerSends:
         ids = active.block_ids[: mine.num_told]
         self._by_request[send.request_id] = mine
         try:
-            self._keep_checkpoint(mine, active)
+            if self._has_rows:
+                self._keep_checkpoint(mine, active)
             mine.task_id = self._put(TaskKind.SEND, ids, self._detail(mine), self._by_task, mine)
         except BaseException:
             del self._by_request[send.request_id]
@@ -98,7 +100,7 @@ class PeerSends:
         """Pin the one at which the offer ends, with its path, once all blocks are computed and it is there; whether it
         has come just now. All of it or, on `MemoryError`, nothing."""
         pin, num_blocks = active.pin, mine.send.num_blocks
-        is_due = self._books.rows is not None and mine.checkpoint is None
+        is_due = mine.checkpoint is None and self._num_computed(active) >= num_blocks
         if not is_due or pin is None or active.num_pinned_blocks < num_blocks:
             return False
         mine.pin = self._tree.move_pin(mine.pin, *self._tree.place(pin.run.path(), num_blocks))
@@ -145,7 +147,7 @@ class PeerSends:
         if num_complete < mine.num_told:
             text = f"a step computed {num_complete} of the {mine.num_told} blocks that it was to"
             self.fail(mine, "failed", text)  # what was read of the others is computed again
-        elif self._keep_checkpoint(mine, active) or num_complete > mine.num_complete:
+        elif (self._has_rows and self._keep_checkpoint(mine, active)) or num_complete > mine.num_complete:
             num_before, mine.num_complete = mine.num_complete, num_complete
             try:
                 self._tell(mine, active, num_complete, None)
@@ -200,7 +202,9 @@ class PeerSends:
         told = set(active.block_ids[: mine.num_told])
         kept = array("i", [block_id for block_id in private_ids if block_id in told])
         home = array("i", [block_id for block_id in private_ids if block_id not in told])
-        if active.pin is not None:  # beside the request's own: it ends with the send, whether the request goes or stays
+        if (
+            active.pin is not None and mine.checkpoint is None
+        ):  # beside the request's own: it ends with the send, whether the request goes or stays
             place = self._tree.place(active.pin.run.path(), min(mine.num_told, active.num_pinned_blocks))
             mine.pin = self._tree.move_pin(mine.pin, *place)
         return functools.partial(self._take_over, mine, active, kept, home)
@@ -210,7 +214,7 @@ class PeerSends:
         mine.active, mine.ids = None, kept
         if kept:
             self._tree.pools[0].hand_over(kept, REQUEST, TASK)
-        num_blocks, is_whole = mine.send.num_blocks, self._books.rows is None or mine.checkpoint is not None
+        num_blocks, is_whole = mine.send.num_blocks, not self._has_rows or mine.checkpoint is not None
         if mine.num_complete == num_blocks and not is_whole:
             self.fail(mine, "failed", f"the request was released without a checkpoint behind its {num_blocks} blocks")
         elif mine.num_complete < num_blocks or active.phase is VOID:

@@ -116,6 +116,7 @@ class RoomQueue:
         """`num_coming`: blocks that can be had when all copies in flight have ended well. `images`: of a hybrid
         model."""
         self._books, self._mover, self._num_coming, self._images = books, mover, num_coming, images
+        self._rows = books.rows.checkpoints if books.rows is not None else None
         self._waiting: dict[RoomWait, None] = {}
         self.num_waited, self.seconds_waited = 0, 0.0
         books.listen(RoomCame, self._look)
@@ -136,7 +137,7 @@ class RoomQueue:
 
     def has_room(self, need: RoomNeed) -> bool:
         """Whether it can be had now."""
-        has_units = self._images is None or self._images.first_short(need.units) is None
+        has_units = self._rows is None or self._rows.lacking(need.units) is None
         return has_units and need.num_blocks <= self._books.residency.num_available(GPU)
 
     def may_come(self, need: RoomNeed) -> bool:
@@ -146,8 +147,8 @@ class RoomQueue:
             return False
         if self._books.residency.num_available(GPU) + self._num_coming() < need.num_blocks:
             return False
-        images = self._images
-        return images is None or images.first_short(need.units, images.num_coming()) is None
+        rows, images = self._rows, self._images
+        return rows is None or images is None or rows.lacking(need.units, images.num_coming()) is None
 
     def enter(self, wait: RoomWait) -> None:
         """It waits from now on, behind all others."""

@@ -196,3 +196,14 @@ def test_what_gets_no_memory_to_be_trimmed_waits(monkeypatch: pytest.MonkeyPatch
         pass
     assert not bench.rows.is_behind and not runs_of(bench.tree)
     check_rows(bench.tree, bench.rows, [])
+
+
+def test_what_rows_lack() -> None:
+    """The first row that is short and by how many; rows that have one pool take from each other, and share what is
+    coming."""
+    bench = Bench(8)
+    lacking = bench.rows.checkpoints.lacking
+    assert lacking((8, 16)) is None and lacking((9, 20)) == (0, 1) and lacking((8, 20)) == (1, 4)
+    assert lacking((9, 18), (1, 1)) == (1, 1)
+    bench.rows.checkpoints.pools = (bench.pools[1], bench.pools[1])
+    assert lacking((10, 6)) is None and lacking((10, 8)) == (1, 2) and lacking((10, 8), (2, 0)) is None

@@ -17,11 +17,13 @@ from fastdeploy_cache.peers import receives
 from fastdeploy_cache.peers.transfers import Receive, Send
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.peer.offer import GROUPS_VERSION
+from tests.rigs.held_tasks import Held
 from tests.rigs.hybrid_requests import BOTH, ONLY_WINDOW, TEXT, computed, picture, started
 from tests.rigs.row_links import RowArrays
 from tests.rigs.simulated_peers import SimReceive, SimulatedPeers
 from tests.rigs.stored_rows import no_memory
 
+TIERS = {"num_cpu_blocks": 90, "cpu_write_policy": "write_through", "max_load_share": 1.0}
 END = 16  # tokens of TEXT in front of which the last checkpoint lies
 
 
@@ -325,3 +327,56 @@ def test_offers_that_are_none_are_refused(pair: Linked) -> None:
         pair.receive(prompt.offer, short)
     assert not pair.going
     pair.check()
+
+
+def in_cpu_alone(cache: PrefixCacheManager, tokens: list[int] = TEXT) -> None:
+    """These are computed there, copied down, and leave the GPU."""
+    cache.release(computed(cache, "first", tokens))
+    for number in range(6):
+        cache.release(computed(cache, f"other {number}", [100 + number] * 18))
+
+
+def test_a_checkpoint_in_front_of_which_a_load_is_on_its_way_is_not_offered_yet() -> None:
+    """It has come, full KV has not, and then does not: nobody hears of it, and what is held ends in the right order."""
+    pair = Linked(**TIERS)
+    in_cpu_alone(pair.prefill)
+    held = Held(pair.prefill)
+    request = Request(request_id="again", prompt_token_ids=TEXT)
+    pair.prefill.match(request)
+    pair.prefill.rows.allocate(request, 1, ahead_of_loads=True)
+    full, (image,) = [t for t in held.tasks if not t.units], [t for t in held.tasks if t.units]
+    held.tasks = [image]
+    held.go()
+    send = pair.prefill.peers.offer(request)
+    pair.check()
+    assert not list(pair.prefill.peers.road.sends.checkpoints)
+    held.tasks = full
+    held.go(lambda _: True)
+    pair.prefill.release(request)
+    pair.check()
+    pair.go_on()
+    assert send.reason == "failed"
+    pair.check_nothing_kept()
+    pair.close()
+
+
+def test_a_row_that_is_short_starts_no_load() -> None:
+    """The same with full KV in the CPU tier: nothing leaves the GPU for a load whose receive is refused."""
+    pair = Linked(**TIERS)
+    in_cpu_alone(pair.decode, TEXT[:12])
+    send = pair.handed()
+    fillers = [started(pair.decode, f"filler {n}", [40 + n] * 22)[0] for n in range(2)]
+    held, before = Held(pair.decode), picture(pair.decode)
+    with pytest.raises(OutOfBlocksError, match="units of the row"):
+        pair.receive(send.offer)
+    assert not held.tasks and picture(pair.decode) == before
+    for filler in fillers:
+        pair.decode.release(filler)
+    request, receive = pair.receive(send.offer)
+    assert held.num_loads == 1, "full KV alone: the checkpoint comes over the link"
+    held.go()
+    pair.go_on()
+    assert receive.succeeded and pair.decode.match(request).num_tokens == END
+    pair.decode.release(request)
+    pair.check_nothing_kept()
+    pair.close()

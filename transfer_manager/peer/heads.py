@@ -75,6 +75,10 @@ class Side(NamedTuple):
     first_head: int
 
 
+# Where the rows of some heads begin in a part of one block, here and there, and the bytes of a row.
+Cut = tuple[Int64Array, Int64Array, int]
+
+
 class PieceMaker:
     """Makes the pieces of blocks of one row for one share: a piece for each block, layer of the row and part, or, where
     a rank's heads are cut and the tokens come first, one for each token of these. Of a hybrid model both sides have as
@@ -83,23 +87,24 @@ class PieceMaker:
     def __init__(self, local: Side, remote: Side, num_heads: int, *, row: int = 0) -> None:
         self._block_major = {local.layout.device_order, remote.layout.device_order} == {"block_first"}
         layout, is_whole = local.layout, bool(local.layout.rows)
-        layers = [layer for layer in range(layout.num_layers) if layout.row_of(layer) == row]
-        strands = list[Int64Array]()  # [field, strand] of a part: what has one piece in each block
-        for layer in layers:
+        places, cuts = list[tuple[int, ...]](), list[Cut]()
+        known: dict[tuple[int, int], Cut] = {}  # by part, here and there: most layers have the same
+        for layer in range(layout.num_layers):
+            if layout.row_of(layer) != row:
+                continue
             sides = layout.parts_of(layer), remote.layout.parts_of(layer), local.places[layer], remote.places[layer]
             for mine, other, here, there in zip(*sides, strict=True):
-                in_mine, in_other, num_bytes = (
-                    (_one(0), _one(0), mine.num_bytes)
-                    if is_whole
-                    else _rows(mine, other, local.first_head, remote.first_head, num_heads)
-                )
-                fields = (
-                    *(layer, num_bytes, here.segment, here.offset_bytes + in_mine, here.stride_bytes),
-                    *(there.segment, there.offset_bytes + in_other, there.stride_bytes),
-                )
-                strands.append(np.stack(np.broadcast_arrays(*(np.asarray(field, np.int64) for field in fields))))
-        self._layers, self._num_bytes, *places = np.concatenate(strands, axis=1)
-        self._local, self._remote = places[:3], places[3:]
+                if (cut := known.get((id(mine), id(other)))) is None:
+                    whole = _one(0), _one(0), mine.num_bytes
+                    cut = whole if is_whole else _rows(mine, other, local.first_head, remote.first_head, num_heads)
+                    known[id(mine), id(other)] = cut
+                cuts.append(cut)
+                places.append((layer, cut[2], *here[:3], *there[:3]))
+        # [field, strand]: of a part, what has one piece in each block.
+        strands = np.repeat(np.array(places, np.int64).T, [len(in_mine) for in_mine, _, _ in cuts], axis=1)
+        for column, offsets in ((3, [cut[0] for cut in cuts]), (6, [cut[1] for cut in cuts])):
+            strands[column] += np.concatenate(offsets)
+        self._layers, self._num_bytes, self._local, self._remote = strands[0], strands[1], strands[2:5], strands[5:]
 
     @property
     def block_bytes(self) -> int:
@@ -122,10 +127,7 @@ class PieceMaker:
         return np.ascontiguousarray(array.T if self._block_major else array).reshape(-1)
 
 
-def _rows(
-    local: KVPart, remote: KVPart, first_local: int, first_remote: int, num_heads: int
-) -> tuple[Int64Array, Int64Array, int]:
-    """Where the rows of some heads begin in a part of one block, on both sides, and the bytes of a row."""
+def _rows(local: KVPart, remote: KVPart, first_local: int, first_remote: int, num_heads: int) -> Cut:
     if local.token_axis == 1:  # a head's tokens lie together
         head_bytes = int(local.num_bytes // local.shape[0])
         return _one(first_local * head_bytes), _one(first_remote * head_bytes), num_heads * head_bytes
