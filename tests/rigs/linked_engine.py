@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,8 @@ LINKER = load_linker()
 SETTINGS = sys.modules["fastdeploy_cache.adapters.sglang_linker.settings"]
 PAGE, WINDOW_PAGES, SECONDS = 4, 2, 20.0
 OPTIONS: dict[str, Any] = {"weights_id": "w", "cpu_memory_bytes": "1MiB", "load_seconds": 10.0}
+KINDS = ["uniform", "windows", "states"]
+PAGES = {"kv": [10, 11, 12, 13, 14], "swa": [7, 8], "mamba": [9]}  # to load five pages to
 
 
 class Linked:
@@ -147,3 +149,22 @@ class Linked:
         """The books of each cache."""
         for cache in self.linker._caches.values():
             cache.cache.check_invariants()
+
+
+NewLinked = Callable[..., Linked]
+
+
+def store_node(linked: Linked, keys: list[str]) -> bool:
+    """A node of these keys, with the window and the state behind it."""
+    behind = {"swa": (keys[-2:], [1, 2][: len(keys)]), "mamba": (keys[-1:], [3])}
+    others = {name: given for name, given in behind.items() if name in linked.pools}
+    return linked.store(keys, range(1, 1 + len(keys)), **others)
+
+
+def has_come(linked: Linked, keys: list[str]) -> None:
+    """The device pages of `PAGES` hold what these keys stand for."""
+    wanted = {"kv": keys, "swa": keys[-2:], "mamba": keys[-1:]}
+    spare = {"kv": range(17, 22), "swa": [4, 5], "mamba": [6]}
+    for name in linked.pools:
+        found = linked.content(name, PAGES[name])
+        assert found == linked.expected(name, wanted[name], spare[name])

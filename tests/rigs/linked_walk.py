@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from pathlib import Path
 
 from tests.rigs.linked_engine import WINDOW_PAGES, Linked
 
@@ -13,11 +14,17 @@ _DEPTH, _WIDTH = 6, 2
 class LinkedWalk:
     """Prompts are paths of a tree of pages; what SGLang has on its device is drawn anew each time."""
 
-    def __init__(self, kind: str, seed: int) -> None:
-        self._draw = random.Random(seed)
-        transfer = {"restart_backoff_seconds": 0.0, "max_restarts": 10_000}
-        self.linked = Linked(kind, num_pages=40, cpu_memory_bytes=80_000, transfer=transfer)
+    def __init__(self, kind: str, seed: int, folder: Path | None = None) -> None:
+        """`folder`: of storage below."""
+        self._draw, self._kind, self._folder = random.Random(seed), kind, folder
+        self.linked = self._new()
         self.num_looked = self.num_loaded = self.num_stored = self.num_pages = self.num_failed = 0
+
+    def _new(self) -> Linked:
+        transfer = {"restart_backoff_seconds": 0.0, "max_restarts": 10_000}
+        stored = {"folder": str(self._folder), "capacity_bytes": "16MiB", "slab_bytes": "1MiB"}
+        options = {"storage": stored} if self._folder is not None else {}
+        return Linked(self._kind, num_pages=40, cpu_memory_bytes=80_000, transfer=transfer, **options)
 
     def _path(self) -> list[str]:
         """Hashes of the pages of a prompt, each of which is of all in front of it, too."""
@@ -35,6 +42,9 @@ class LinkedWalk:
                 self.linked.kill()
                 if self._draw.random() < 0.7:
                     self.linked.wait_ready()
+            elif self._folder is not None and self._draw.random() < 0.5:
+                self.linked.linker.close()
+                self.linked = self._new()
             else:
                 self.linked.linker.reset()
             self.linked.check()
@@ -65,6 +75,8 @@ class LinkedWalk:
             assert found == sorted(set(found)) and all(0 < each <= len(tail) for each in found)
             if not found:
                 continue
+            while self._draw.random() < 0.3:
+                self._store()
             keys, first = tail[: self._draw.choice(found)], 12 + 12 * number
             pages = {
                 "kv": list(range(first, first + len(keys))),

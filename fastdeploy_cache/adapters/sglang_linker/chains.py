@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
@@ -16,12 +17,30 @@ from fastdeploy_cache.request import Request
 Hashes = Sequence[bytes]  # 32 bytes each
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Link:
+    """A page of a chain, behind another one: chains with the same front share its links."""
+
+    page: bytes
+    place: int
+    previous: Link | None
+
+    def pages(self) -> list[bytes]:
+        """Those of the chain, up to this one."""
+        pages, link = [self.page] * (self.place + 1), self.previous
+        while link is not None:
+            pages[link.place] = link.page
+            link = link.previous
+        return pages
+
+
 class ChainPart(NamedTuple):
     """Pages [first, end) of a chain, which `request` names from its front."""
 
     request: Request
     first: int
     end: int
+    front: Link | None  # the page before them
 
 
 class PageChains:
@@ -32,42 +51,71 @@ class PageChains:
     """
 
     def __init__(self, most: int) -> None:
-        """`most`: pages that are remembered; those that were not asked for the longest go first."""
+        """`most`: pages that are remembered; those that were not asked for the longest go first. Links are at most
+        three times as many."""
         self._most = most
-        self._at: OrderedDict[bytes, tuple[tuple[bytes, ...], int]] = OrderedDict()
+        self._at: OrderedDict[bytes, Link] = OrderedDict()
+        self._num_links = 0  # at most so many
         self._numbers = count(1)
 
     def __contains__(self, page: bytes) -> bool:
         """Whether it is remembered."""
         return page in self._at
 
+    @property
+    def num_links(self) -> int:
+        """How many there are, of all pages that are remembered and of those in front of them."""
+        seen = set[Link]()
+        for link in self._at.values():
+            at: Link | None = link
+            while at is not None and at not in seen:
+                seen.add(at)
+                at = at.previous
+        return len(seen)
+
     def part(self, hashes: Hashes, *, is_known: bool = False) -> ChainPart:
         """The chain on which the first of these pages lies, with the others behind it; of an unknown page, its own.
 
         `is_known`: with those alone that are known to lie on that chain. Storage may have more of it.
         """
-        chain, place = self._at.get(hashes[0], ((), 0))
-        if chain:
+        link = self._at.get(hashes[0])
+        front = link.previous if link is not None else None
+        if link is not None:
             self._at.move_to_end(hashes[0])
         if is_known:
-            pairs = zip(chain[place:], hashes, strict=False)
-            num = next((number for number, (known, page) in enumerate(pairs) if known != page), len(chain) - place)
-            hashes = hashes[: max(1, num)]
-        return ChainPart(self._request([*chain[:place], *hashes]), place, place + len(hashes))
+            num = 1
+            while num < len(hashes) and (behind := self._at.get(hashes[num])) is not None and behind.previous is link:
+                link, num = behind, num + 1
+            hashes = hashes[:num]
+        place = front.place + 1 if front is not None else 0
+        before = front.pages() if front is not None else []
+        return ChainPart(self._request([*before, *hashes]), place, place + len(hashes), front)
 
     def fresh(self, hashes: Hashes) -> ChainPart:
         """A chain of these pages alone."""
-        return ChainPart(self._request(hashes), 0, len(hashes))
+        return ChainPart(self._request(hashes), 0, len(hashes), None)
 
     def note(self, part: ChainPart, hashes: Hashes) -> None:
         """These pages lie there."""
-        tokens = np.frombuffer(part.request.tokens, np.int32).astype(">u2").tobytes()
-        chain = tuple([tokens[at : at + 32] for at in range(0, 32 * (part.first + len(hashes)), 32)])
+        front = part.front
         for place, page in enumerate(hashes, part.first):
-            self._at[page] = chain, place
+            link = self._at.get(page)
+            if link is None or link.previous is not front:
+                link = self._at[page] = Link(page, place, front)
+                self._num_links += 1
             self._at.move_to_end(page)
+            front = link
         while len(self._at) > self._most:
             self._at.popitem(last=False)
+        if self._num_links > 3 * self._most:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Links of chains that go through pages which lie elsewhere by now are no page's; others may be too many."""
+        while (num_links := self.num_links) > 2 * self._most:
+            for _ in range(len(self._at) // 2):
+                self._at.popitem(last=False)
+        self._num_links = num_links
 
     def clear(self) -> None:
         """Nothing lies anywhere."""

@@ -62,12 +62,14 @@ class FastDeployCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         atexit.register(self.close)
         try:
             for pool, config in zip(pools, settings.caches, strict=True):
-                self._caches[pool.name] = PageCache(config, pool, is_backward=pool.name != KV)
+                self._caches[pool.name] = PageCache(
+                    config, pool, is_backward=pool.name != KV, is_rewritten=pool.name == MAMBA
+                )
         except BaseException:
             self.close()
             raise
         self.pools = {pool.name: pool for pool in pools}
-        self.layer_done_counter = LayerLoads(settings.load_seconds)
+        self.layer_done_counter = LayerLoads(1 + max(pool.layers[-1] for pool in pools), settings.load_seconds)
         if MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._is_cuda = settings.caches[0].transfer.device == "cuda"
@@ -143,7 +145,8 @@ class FastDeployCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not is_whole and self._is_alone:
             _end(loads)
             return False
-        self._pending[rid] = loads, is_whole
+        before, self._pending[rid] = self._pending.get(rid, ((), True)), (loads, is_whole)
+        _end(before[0])
         return True
 
     def start_layer_wise_loading(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -100,13 +101,14 @@ class PageCache:
     of such a cache gives the last one first.
     """
 
-    def __init__(self, config: CacheConfig, pool: DevicePool, *, is_backward: bool) -> None:
+    def __init__(self, config: CacheConfig, pool: DevicePool, *, is_backward: bool, is_rewritten: bool) -> None:
         """Start the rank, and let it have the pool; its tensors move into shared memory on the CPU device.
+
+        `is_rewritten`: the model writes into what was loaded, as into a state.
 
         Raises what `PrefixCacheManager` and `attach_kv` raise.
         """
-        self.pool, self.is_backward = pool, is_backward
-        self.layer_of = {layer: number for number, layer in enumerate(pool.layers)}
+        self.pool, self.is_backward, self.is_rewritten = pool, is_backward, is_rewritten
         self.cache = PrefixCacheManager(config)
         try:
             self.cache.blocks.allocate(pool.num_pages)
@@ -127,6 +129,10 @@ class PageCache:
             return export_kv(layout, places, next(iter(places[0].values())).device_id)
         spans = share_in_place(array for in_layer in self.pool.arrays for array in in_layer)  # addresses change
         return shared_handle(layout, self.pool.places(), spans, os.getpid())
+
+    def num_layers_up_to(self, layer: int) -> int:
+        """Of the pool, up to a layer of the model and with it."""
+        return bisect_right(self.pool.layers, layer)
 
     @property
     def longest_seconds(self) -> float:

@@ -36,3 +36,21 @@ def new_rig(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     yield new
     for rig in rigs:
         rig.close()
+
+
+@pytest.fixture
+def new_linked() -> Iterator[Callable[..., Any]]:
+    """Makes linkers for SGLang, `tests.rigs.linked_engine.Linked`, that do not outlive the test."""
+    from tests.rigs.linked_engine import Linked  # puts a stand-in for SGLang in its place
+
+    made: list[Linked] = []
+
+    def new(*arguments: Any, **options: Any) -> Linked:
+        made.append(Linked(*arguments, **options))
+        return made[-1]
+
+    yield new
+    for each in made:
+        each.check()
+        each.linker.close()
+    made.clear()
