@@ -115,7 +115,7 @@ class OutOfBlocksError(CacheError):
         `num_all`: the blocks of the whole pool, where one caller would have more than these. `row`: the one whose units
         are short, where that is not the full one.
         """
-        remedy = "release a request, then allocate again"
+        remedy = "release a request, then try again"
         if num_all is not None and row is not None:
             remedy = "allocate fewer blocks at once, or commit what is computed, by which it gives units back; else "
             remedy += f"make its pool of {num_all} larger (num_gpu_units), or end this request"

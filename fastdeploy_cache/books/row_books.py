@@ -96,8 +96,13 @@ class RowBooks:
             self.checkpoints.use(checkpoint, is_first=is_first, is_left=is_left)
 
     def limit_path(self, checkpoint: Checkpoint, at_most: int) -> None:
-        """Keep so many checkpoints in front of this one, besides those where prompts part: of more, the one that was
-        made first goes, of those that nobody pins."""
+        """Keep so many checkpoints in front of this one, besides those where prompts part: of more, those that were
+        made first go, of those that nobody pins."""
+        while (spare := self._spare(checkpoint, at_most)) is not None:
+            self.checkpoints.drop(spare, Loss.SPARE)
+
+    @staticmethod
+    def _spare(checkpoint: Checkpoint, at_most: int) -> Checkpoint | None:
         inner, run, each = list[Checkpoint](), checkpoint.run, checkpoint.above
         while run.parent is not None:
             while each is not None:
@@ -106,8 +111,8 @@ class RowBooks:
                 each = each.above
             run = run.parent
             each = run.checkpoint
-        if len(inner) > at_most and (spare := [each for each in inner if not each.num_pins]):
-            self.checkpoints.drop(min(spare, key=_order_of_making), Loss.SPARE)
+        spare = [each for each in inner if not each.num_pins] if len(inner) > at_most else []
+        return min(spare, key=_order_of_making, default=None)
 
     def end_units(self, checkpoint: Checkpoint, units: Units, succeeded: bool, *, stays: bool = False) -> bool:
         """A task that was to fill these units has ended: they are the checkpoint's, or they go home; which of both.

@@ -15,9 +15,10 @@ from fastdeploy_cache.movement.images import ImageMover
 class EndCheckpoints:
     """Who pins one has pinned its path before, and lets it go after it."""
 
-    def __init__(self, books: Books, images: ImageMover | None = None) -> None:
-        """`images`: between the tiers, which may hold units that come back."""
-        self._books, self._images = books, images
+    def __init__(self, books: Books, images: ImageMover | None = None, most_inner: int | None = None) -> None:
+        """`images`: between the tiers, which may hold units that come back. `most_inner`: of one path that are kept in
+        front of one that has come."""
+        self._books, self._images, self._most_inner = books, images, most_inner
 
     def keep(self, pin: Pin | None, boundary: int, *, on_gpu: bool = True) -> Checkpoint | None:
         """Pin the one behind so many blocks, at which `pin` ends; None where it is not there, or not on the GPU."""
@@ -79,4 +80,9 @@ class EndCheckpoints:
         checkpoint, is_taken = rows.checkpoints.publish(pin.run, pin.end, boundary, units, TASK)
         if not is_taken:
             rows.checkpoints.pin(checkpoint)
+        elif self._most_inner is not None:
+            try:
+                rows.limit_path(checkpoint, self._most_inner)
+            except MemoryError:  # it is there, and more than should be
+                self._books.mishaps.note("checkpoint")
         return checkpoint, is_taken

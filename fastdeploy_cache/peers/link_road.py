@@ -63,7 +63,7 @@ class LinkRoad:
         books.add_outlet(self._outbox)
         books.listen(Matched, lambda matched: self.receives.forget(matched.request_id))
         self.sends = PeerSends(books, self._put)
-        self.receives = PeerReceives(books, movement, self._put, self._on_load)
+        self.receives = PeerReceives(books, movement, self._put, self._on_load, config.checkpoints_per_path)
         self._settled = books.clock.event()  # nothing is on its way
         self._settled.set()
         self.is_quiet = False

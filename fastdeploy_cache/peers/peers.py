@@ -86,9 +86,9 @@ class Peers:
             road, active = self._road_for("offer", "decode"), self._requests.active(request)
             num_blocks = road.num_offered(request)
             if not num_blocks or request.request_id in road.sends:
-                behind = "" if self._books.rows is None else " with a token behind it"
+                behind = "" if self._books.rows is None else " behind which the prompt can be gone on with"
                 why = (
-                    f"has {request.num_tokens} tokens, no full block{behind}"
+                    f"has {request.num_tokens} tokens, and no full block{behind}"
                     if not num_blocks
                     else "is offered already"
                 )

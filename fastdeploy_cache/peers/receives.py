@@ -58,11 +58,14 @@ class PeerReceives:
     """The ids belong to the task until every rank has answered: then nothing writes into them any more. A receive that
     has landed keeps its blocks where they are until its request is matched, or it is cancelled."""
 
-    def __init__(self, books: Books, movement: Movement, put: Put, on_load: Callable[[OpenReceive], None]) -> None:
-        """`on_load`: a load that a receive waits for has ended; a turn of its own."""
+    def __init__(
+        self, books: Books, movement: Movement, put: Put, on_load: Callable[[OpenReceive], None], most_inner: int
+    ) -> None:
+        """`on_load`: a load that a receive waits for has ended; a turn of its own. `most_inner`: see
+        `EndCheckpoints`."""
         self._books, self._tree, self._put, self._on_load = books, books.tree, put, on_load
         self._loader, self._copy_down = movement.loader, movement.copy_down
-        self._ends = EndCheckpoints(books, movement.images)
+        self._ends = EndCheckpoints(books, movement.images, most_inner)
         self._by_task: dict[int, OpenReceive] = {}
         self._by_request: dict[str, OpenReceive] = {}  # that are wanted
 
@@ -185,7 +188,9 @@ class PeerReceives:
             mine.why = "failed", "this instance's books could not take what had come; see its log"
         self._ends.free(mine.units)
         mine.ids, mine.units = array("i"), None
-        if not mine.is_wanted or mine.why is not None:
+        if mine.why is None and not mine.is_wanted:
+            mine.why = "cancelled", "it came when nobody waited for it any more: what is cached of it may be evicted"
+        if mine.why is not None:
             self._let_go(mine)
         return True
 

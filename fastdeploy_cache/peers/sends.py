@@ -155,10 +155,18 @@ class PeerSends:
                 mine.num_complete = num_before
                 self._let_go(mine)
                 raise
+        elif self._is_past_its_end(mine, active):
+            self.fail(mine, "failed", f"no checkpoint was made behind its {mine.send.num_blocks} blocks")
+
+    def _is_past_its_end(self, mine: OpenSend, active: ActiveRequest) -> bool:
+        """Whether the checkpoint that it lacks can come no more: no snapshot is of fewer tokens than are computed."""
+        end = mine.send.num_blocks * self._tree.block_size
+        return self._has_rows and mine.checkpoint is None and active.num_computed_tokens > end
 
     def _tell(self, mine: OpenSend, active: ActiveRequest, num_blocks: int, step: int | None) -> None:
         ids = active.block_ids[mine.num_told : min(num_blocks, mine.send.num_blocks)]
-        mine.untold_ids += ids  # first: it may need memory
+        # A list of its own, not the same one longer: what has failed may have a view of it still, in its traceback.
+        untold, mine.untold_ids = mine.untold_ids, mine.untold_ids + ids
         step_before, mine.step = mine.step, step
         mine.num_told += len(ids)
         try:
@@ -167,7 +175,7 @@ class PeerSends:
         except MemoryError:
             mine.num_told -= len(ids)
             mine.step = step_before
-            del mine.untold_ids[len(mine.untold_ids) - len(ids) :]
+            mine.untold_ids = untold
             raise
 
     def _update(self, mine: OpenSend) -> None:

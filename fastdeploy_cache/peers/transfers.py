@@ -20,7 +20,7 @@ class PeerTransfer:
     """A send or a receive on its way. Any thread.
 
     It ends by itself, at the configured deadline at the latest. `reason` of one that came to nothing: `gone` (the other
-    side, or what it had), `late`, `refused`, `failed`, `cancelled`.
+    side, or what it had), `late`, `refused`, `failed`, `cancelled`, `full` (a peer process has no place for it now).
     """
 
     def __init__(self, request_id: str, number: int, num_blocks: int, done: Event) -> None:

@@ -235,7 +235,7 @@ def test_an_offer_ends_in_front_of_an_image(pair: Pair) -> None:
 def test_a_short_prompt_has_nothing_to_offer(pair: Pair) -> None:
     """One whole block and no token behind it: nobody could go on there."""
     request, _ = started(pair.prefill, "a", TEXT[:4])
-    with pytest.raises(RequestError, match="no full block with a token behind it"):
+    with pytest.raises(RequestError, match="no full block behind which the prompt can be gone on with"):
         pair.prefill.peers.offer(request)
     pair.prefill.release(request)
 

@@ -71,7 +71,7 @@ def test_the_error_advises_nothing_that_cannot_help() -> None:
     with pytest.raises(OutOfBlocksError, match="the whole pool has 20"):
         model.cache.blocks.allocate(21)
     assert str(OutOfBlocksError(9, 5)) == (
-        "9 blocks are missing; copies in flight hold 5 of them; release a request, then allocate again"
+        "9 blocks are missing; copies in flight hold 5 of them; release a request, then try again"
     )
     model.finish()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from fastdeploy_cache import PeerConfig
@@ -51,6 +52,26 @@ def instances(draw: random.Random, *, tp_size: int = 2, **peer: Any) -> Iterator
             road = engine.cache.peers.road
             assert not [*road.sends.pins, *road.sends.checkpoints, *road.receives.pins, *road.receives.checkpoints]
             assert not [*road.sends.held_ids, *road.receives.held_ids, *road.receives.held_units]
+
+
+def test_an_offer_of_an_earlier_boundary() -> None:
+    """Altered by one of the group, with its secret: the units behind the other boundary are not taken for its own."""
+    draw = random.Random(4)
+    with instances(draw, tp_size=1) as (prefill, decode):
+        prompt = [draw.randrange(VOCABULARY) for _ in range(5 * BLOCK + 1)]
+        served = prefill.begin(prompt, 0)
+        send = prefill.cache.peers.offer(served.request)
+        offers = prefill.cache.peers.road.offers
+        opened = offers.open(send.offer)
+        forged = offers._signer.sign(msgspec.structs.replace(opened, num_blocks=3))
+        request = decode.request_of(prompt)
+        receive = decode.cache.peers.receive(request, forged)
+        compute(prefill, served)
+        assert not receive.wait(WAIT_SECONDS) and receive.reason == "failed"
+        assert f"a checkpoint behind {opened.num_blocks} blocks, and not 3" in str(receive.error)
+        gone_on = decode.begin(prompt, 2, request)
+        assert not gone_on.num_hit
+        compute(decode, gone_on)
 
 
 def hand_over(prefill: Float64Engine, decode: Float64Engine, prompt: list[int]) -> tuple[bool, bool, int]:

@@ -84,8 +84,8 @@ class Chunk(NamedTuple):
 
 class SendState(msgspec.Struct, frozen=True, tag="state"):
     """Owner: how far an offer is. `block_ids` are those from `first_id` on; the first `num_complete` blocks have all
-    layers, `chunks` follow in order. `units`, of a hybrid model, are those of the checkpoint behind all blocks, row by
-    row, once it is there. With `why` it has come to nothing."""
+    layers, `chunks` follow in order. `units`, of a hybrid model, are those of the checkpoint behind all
+    `num_blocks` blocks, row by row, once it is there. With `why` it has come to nothing."""
 
     key: SendKey
     reader: ReaderKey
@@ -95,6 +95,7 @@ class SendState(msgspec.Struct, frozen=True, tag="state"):
     chunks: tuple[Chunk, ...] = ()
     why: Why | None = None
     units: bytes | None = None
+    num_blocks: _Count = 0
 
 
 class Confirm(msgspec.Struct, frozen=True, tag="confirm"):

@@ -257,9 +257,17 @@ class RankReceive:
             raise ReceiveFailedError("failed", f"{source.address} speaks of blocks that it has not named")
         source.is_complete = state.num_complete >= self._detail.num_blocks
         source.progress.note(state.num_complete, state.chunks)
-        if state.units is not None and source.checkpoint is not None and not source.checkpoint.note(state.units):
-            raise ReceiveFailedError("failed", f"{source.address} sent {len(state.units)} bytes of other units")
+        if state.units is not None and source.checkpoint is not None:
+            self._note_units(source, source.checkpoint, state)
         self._count_in_flight()
+
+    def _note_units(self, source: _Source, checkpoint: CheckpointRead, state: SendState) -> None:
+        units, num_blocks = state.units or b"", self._detail.num_blocks
+        if state.num_blocks != num_blocks:
+            what = f"a checkpoint behind {state.num_blocks} blocks, and not {num_blocks}"
+            raise ReceiveFailedError("failed", f"{source.address} has {what}")
+        if not checkpoint.note(units):
+            raise ReceiveFailedError("failed", f"{source.address} sent {len(units)} bytes of other units")
 
     def _read_some(self, source: _Source) -> bool:
         """One piece of what is ready; False where there is none, or others are reading."""

@@ -268,6 +268,7 @@ class Sender:
                     send.num_complete,
                     chunks,
                     units=send.units,
+                    num_blocks=send.num_blocks,
                 ),
             )
             reader.told, reader.num_told = now, len(send.ids)

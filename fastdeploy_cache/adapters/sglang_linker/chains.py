@@ -117,6 +117,11 @@ class PageChains:
                 self._at.popitem(last=False)
         self._num_links = num_links
 
+    def note_again(self, part: ChainPart) -> None:
+        """These pages lie there, wherever else they have been noted meanwhile."""
+        names = np.frombuffer(part.request.tokens, np.int32).astype(">u2").tobytes()
+        self.note(part, [names[32 * place : 32 * (place + 1)] for place in range(part.first, part.end)])
+
     def clear(self) -> None:
         """Nothing lies anywhere."""
         self._at.clear()

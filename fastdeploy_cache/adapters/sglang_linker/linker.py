@@ -133,7 +133,7 @@ class FastDeployCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         try:
             for each in transfers:
                 cache, hashes, pages = self._given(each)
-                found = cache.load(hashes, pages)
+                found = cache.load(hashes, pages, self._promises.held(rid, cache))
                 is_whole &= found is not None
                 loads += [(cache, load) for load in found or ()]
         except MemoryError:

@@ -212,10 +212,15 @@ class PageCache:
 
     # -- moving
 
-    def load(self, hashes: Hashes, pages: Sequence[int]) -> list[PageLoad] | None:
+    def load(self, hashes: Hashes, pages: Sequence[int], promised: Sequence[HeldPages] = ()) -> list[PageLoad] | None:
         """Loads of these pages, which are in the CPU tier, into device pages; None, and nothing is kept, where they are
-        not all there. Nothing is begun yet."""
+        not all there. Nothing is begun yet. `promised`: what is held of them, wherever they were stored again since."""
         held = self.hold(hashes)
+        if held.num_pages < len(hashes) and promised:
+            self.let_go(held)
+            for part, _ in (each for given in promised for each in given.parts):
+                self._chains.note_again(part)
+            held = self.hold(hashes)
         if held.num_pages < len(hashes):
             self.let_go(held)
             return None
@@ -236,8 +241,9 @@ class PageCache:
         num_cached = max(0, min(num_found, part.end) - part.first)
         generation = blocks.generation  # SGLang fills its pages anew at any time: what they hold is of now
         transfer = blocks.copies.swap_out(part.request, pages, first_block=part.first, generation=generation)
-        self._chains.note(part, hashes)
-        return transfer, num_cached + transfer.num_blocks >= len(hashes)
+        num_there = num_cached + transfer.num_blocks
+        self._chains.note(part, hashes[:num_there])
+        return transfer, num_there >= len(hashes)
 
     # -- the whole
 

@@ -31,6 +31,10 @@ class Promises:
     def _are_many(self) -> bool:
         return len(self._held) > MOST_PROMISES or any(cache.pinned_share > MOST_SHARE for cache in self._caches)
 
+    def held(self, rid: str, cache: PageCache) -> list[HeldPages]:
+        """What of a cache's is promised to a request."""
+        return [pages for of, pages in self._held.get(rid, ((), 0.0))[0] if of is cache]
+
     def end_old(self) -> None:
         """Those that are too old end."""
         while self._held:

@@ -149,5 +149,5 @@ def test_whatever_is_loaded_is_right(kind: str, is_stored: bool, tmp_path: Path)
     """Random nodes, branches and boundaries on a tier that is too small for them, with ranks killed and resets; over
     storage, with new processes, too. What was just promised can be loaded."""
     walk = LinkedWalk(kind, seed=len(kind), folder=tmp_path if is_stored else None)
-    walk.run(int(os.environ.get("FASTDEPLOY_CACHE_LINKER_STEPS", "250")))
+    walk.run(int(os.environ.get("LINKER_WALK_STEPS", "250")))
     assert walk.num_loaded > 20 and walk.num_pages > walk.num_loaded and not walk.num_failed
