@@ -37,7 +37,7 @@ class EndCheckpoints:
             self._books.rows.checkpoints.unpin(checkpoint)
 
     def check_room(self, boundary: int) -> None:
-        """For the units of one behind so many blocks.
+        """Look whether there is room for the units of one behind so many blocks.
 
         Raises:
             OutOfBlocksError: a row has not that many.

@@ -148,8 +148,8 @@ def _serve(engine: Any, prompt: list[int]) -> tuple[Served, list[int]]:
 
 
 class _Kills:
-    """Of the processes of this engine that run a module of ours: they die within the first moments of a request, in
-    which its prompt is looked up and loaded."""
+    """Kills the processes of this engine that run a module of ours, within the first moments of a request, in which its
+    prompt is looked up and loaded."""
 
     def __init__(self, module: str) -> None:
         self._module, self._draw, self.num = module, random.Random(_SEED), 0  # noqa: S311  nothing secret

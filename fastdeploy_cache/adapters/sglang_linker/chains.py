@@ -18,12 +18,12 @@ Hashes = Sequence[bytes]  # 32 bytes each
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Link:
+class PageLink:
     """A page of a chain, behind another one: chains with the same front share its links."""
 
     page: bytes
     place: int
-    previous: Link | None
+    previous: PageLink | None
 
     def pages(self) -> list[bytes]:
         """Those of the chain, up to this one."""
@@ -40,7 +40,7 @@ class ChainPart(NamedTuple):
     request: Request
     first: int
     end: int
-    front: Link | None  # the page before them
+    front: PageLink | None  # the page before them
 
 
 class PageChains:
@@ -54,7 +54,7 @@ class PageChains:
         """`most`: pages that are remembered; those that were not asked for the longest go first. Links are at most
         three times as many."""
         self._most = most
-        self._at: OrderedDict[bytes, Link] = OrderedDict()
+        self._at: OrderedDict[bytes, PageLink] = OrderedDict()
         self._num_links = 0  # at most so many
         self._numbers = count(1)
 
@@ -65,9 +65,9 @@ class PageChains:
     @property
     def num_links(self) -> int:
         """How many there are, of all pages that are remembered and of those in front of them."""
-        seen = set[Link]()
+        seen = set[PageLink]()
         for link in self._at.values():
-            at: Link | None = link
+            at: PageLink | None = link
             while at is not None and at not in seen:
                 seen.add(at)
                 at = at.previous
@@ -101,7 +101,7 @@ class PageChains:
         for place, page in enumerate(hashes, part.first):
             link = self._at.get(page)
             if link is None or link.previous is not front:
-                link = self._at[page] = Link(page, place, front)
+                link = self._at[page] = PageLink(page, place, front)
                 self._num_links += 1
             self._at.move_to_end(page)
             front = link

@@ -10,7 +10,7 @@ _MOST_PAGES = 4096  # that are looked at, from the last on
 
 
 class Ends:
-    """Of one pool, in front of the full pages that were found. What it finds is held."""
+    """The boundaries of one pool, in front of the full pages that were found. What it finds is held."""
 
     def __init__(self, cache: PageCache, keys: Sequence[bytes], reach: int) -> None:
         """`reach`: pages that are needed in front of a boundary, or as many as there are."""

@@ -131,7 +131,7 @@ class PageCache:
         return shared_handle(layout, self.pool.places(), spans, os.getpid())
 
     def num_layers_up_to(self, layer: int) -> int:
-        """Of the pool, up to a layer of the model and with it."""
+        """The number of the pool's layers up to a layer of the model, with that one."""
         return bisect_right(self.pool.layers, layer)
 
     @property
@@ -146,7 +146,7 @@ class PageCache:
 
     @property
     def pinned_share(self) -> float:
-        """Of the CPU tier, what is pinned now."""
+        """The share of the CPU tier that is pinned now."""
         stats = self.cache.blocks.view.tier_stats(CPU)
         return stats.num_protected / stats.num_blocks
 
