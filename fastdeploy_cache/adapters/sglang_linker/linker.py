@@ -62,9 +62,7 @@ class FastDeployCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         atexit.register(self.close)
         try:
             for pool, config in zip(pools, settings.caches, strict=True):
-                self._caches[pool.name] = PageCache(
-                    config, pool, is_backward=pool.name != KV, is_rewritten=pool.name == MAMBA
-                )
+                self._caches[pool.name] = PageCache(config, pool, is_state=pool.name == MAMBA)
         except BaseException:
             self.close()
             raise
@@ -184,11 +182,10 @@ class FastDeployCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return True
 
     def _given(self, transfer: Any) -> tuple[PageCache, list[bytes], list[int]]:
-        """The cache of a transfer's pool, its pages' hashes and numbers, in the order of that cache."""
+        """The cache of a transfer's pool, its pages' hashes and numbers."""
         cache = self._caches[str(transfer.name)]
         pages = cache.pool.pages_of(transfer.device_indices, len(transfer.keys))
-        hashes = [bytes.fromhex(key) for key in transfer.keys]
-        return (cache, hashes[::-1], pages[::-1]) if cache.is_backward else (cache, hashes, pages)
+        return cache, [bytes.fromhex(key) for key in transfer.keys], pages
 
     def num_completed_offloads(self) -> int:
         """How many have ended, counted from the oldest."""

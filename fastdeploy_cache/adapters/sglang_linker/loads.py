@@ -38,7 +38,7 @@ class _Batch:
         # The model writes its new state over the one that it has read. A rank that dies behind the first layer's
         # answer, and a copy that is begun again by the next, would bring the old state back: so no layer of a state is
         # told of before nothing can write into any of them.
-        return load.wait(self._deadline) if cache.is_rewritten else load.wait_layer(number, self._deadline)
+        return load.wait(self._deadline) if cache.is_state else load.wait_layer(number, self._deadline)
 
     def finish(self) -> bool:
         """Wait until nothing of it is written any more; whether all is there."""

@@ -96,19 +96,18 @@ class HeldPages(NamedTuple):
 class PageCache:
     """A `PrefixCacheManager` whose GPU blocks are SGLang's device pages, by number, and all the caller's.
 
-    The full pages of a prefix are a chain from its front. Those of a window, and a state, are chains from their end
-    (`is_backward`): a look-up begins there, and what lies the furthest in front is evicted first. Whoever gives hashes
-    of such a cache gives the last one first.
+    The pages of an offload are a chain from its front, or go on with the one in front of them. Of states each is stored
+    by itself.
     """
 
-    def __init__(self, config: CacheConfig, pool: DevicePool, *, is_backward: bool, is_rewritten: bool) -> None:
+    def __init__(self, config: CacheConfig, pool: DevicePool, *, is_state: bool) -> None:
         """Start the rank, and let it have the pool; its tensors move into shared memory on the CPU device.
 
-        `is_rewritten`: the model writes into what was loaded, as into a state.
+        `is_state`: the model writes into what was loaded.
 
         Raises what `PrefixCacheManager` and `attach_kv` raise.
         """
-        self.pool, self.is_backward, self.is_rewritten = pool, is_backward, is_rewritten
+        self.pool, self.is_state = pool, is_state
         self.cache = PrefixCacheManager(config)
         try:
             self.cache.blocks.allocate(pool.num_pages)

@@ -101,3 +101,21 @@ def test_a_store_that_hangs_costs_its_time_alone(new_linked: NewLinked, tmp_path
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
     assert linked.lookup(keys)[-1:] == [3]
+
+
+def test_a_window_in_the_middle_of_a_stored_node(new_linked: NewLinked, tmp_path: Path) -> None:
+    """Prompts that part there find it in a new process, where the node has the windows of all its pages; one that has
+    windows behind its last pages alone is found at its end."""
+    first, keys, other = new_linked("windows", **stored(tmp_path)), keys_of(6), keys_of(5, "another")
+    assert first.store(keys[:5], [1, 2, 3, 4, 5], swa=(keys[:5], [1, 2, 3, 4, 5]))
+    assert first.store(keys[5:], [6], swa=(keys[5:], [6]))
+    assert first.store(other, [1, 2, 3, 4, 5], swa=(other[3:], [4, 5]))
+    for cache in first.linker._caches.values():
+        assert cache.cache.storage.flush(10.0)
+    first.linker.close()
+    linked = new_linked("windows", **stored(tmp_path))
+    assert linked.lookup([*keys[:3], *keys_of(2, "a branch")]) == [1, 2, 3]
+    assert linked.lookup(keys) == [1, 2, 3, 4, 5, 6]
+    assert linked.lookup(other) == [5]
+    assert linked.load(keys[:3], PAGES | {"kv": PAGES["kv"][:3]}) and linked.run()
+    assert linked.content("swa", PAGES["swa"]) == linked.expected("swa", keys[1:3], [4, 5])
