@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.call_counts import counted
 from tests.rigs.linked_engine import (
     KINDS,
     PAGE,
@@ -141,6 +142,27 @@ def test_a_window_of_many_pages(new_linked: NewLinked, num_pages: int) -> None:
     assert linked.linker.lookup("r", sent)[-1] == num_pages
     assert linked.linker.load("r", sent) and linked.run()
     assert linked.content("swa", pages) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_page_costs_in_the_scheduler(new_linked: NewLinked, kind: str) -> None:
+    """Calls for a page of a prompt of 256, by verb; they may fall."""
+    num, linked = 256, new_linked(kind, num_pages=600, cpu_memory_bytes="16MiB")
+    keys, pages = keys_of(num), list(range(1, num + 1))
+    others = {"swa": (keys, pages), "mamba": (keys[-1:], [3])}
+    assert linked.store(keys, pages, **{name: given for name, given in others.items() if name in linked.pools})
+    sent = linked.transfers(keys, {"kv": pages, "swa": pages[:2], "mamba": [3]})
+    target = linked.transfers(keys, {"kv": list(range(300, 300 + num)), "swa": [257, 258], "mamba": [5]})
+    found, num_looked = counted(lambda: linked.linker.lookup("r", linked.transfers(keys)))
+    assert found[-1] == num
+    is_queued, num_loading = counted(lambda: linked.linker.load("r", target))
+    index, num_starting = counted(linked.linker.start_layer_wise_loading)
+    assert is_queued and linked.linker.finish_layer_wise_loading(index)
+    is_sent, num_storing = counted(lambda: linked.linker.offload(sent))
+    assert is_sent and linked.wait_stored()
+    most = {"uniform": (6, 8, 2, 6), "windows": (14, 9, 3, 7), "states": (20, 9, 3, 8)}[kind]
+    for found, limit in zip((num_looked, num_loading, num_starting, num_storing), most, strict=True):
+        assert found <= limit * num
 
 
 @pytest.mark.parametrize("is_stored", [False, True])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, Places, RankLayout
 from fastdeploy_cache.transfer_manager.peer.heads import PieceMaker, Side, num_readers, shares_of
 from fastdeploy_cache.transfer_manager.peer.link import Bytes, Pieces, checked, this_process
+from tests.rigs.call_counts import counted
 
 Array = np.ndarray[Any, np.dtype[Any]]
 TOKENS, NUM_LOCAL, NUM_REMOTE = 4, 7, 9
@@ -226,3 +227,12 @@ def test_lists_that_do_not_match_make_no_pieces_that_a_link_would_read() -> None
     maker = PieceMaker(memory.side(0), memory.side(0), 2)
     pieces = maker.pieces(np.array([1], np.int32), np.array([1, 2], np.int32), 0, 2)
     assert len(pieces.local_offset) != len(pieces.remote_offset)
+
+
+def test_what_a_layer_costs() -> None:
+    """Calls for each of 64 layers with the same parts, when another instance is met; they may fall."""
+    layout = KVLayout(num_layers=64, num_kv_heads=8, head_dim=128).for_rank(1, TOKENS)
+    memory = Memory.new(layout, 2, fill=0, split=False)
+    sides = memory.side(0), memory.side(0)
+    maker, num_calls = counted(lambda: PieceMaker(*sides, 8))
+    assert maker.block_bytes == layout.block_bytes and num_calls <= 17 * 64
