@@ -88,6 +88,9 @@ class Receive(PeerTransfer):
 def why_of(result: TransferResult) -> tuple[str, str] | None:
     """Reason and error of a peer's task that has failed, None of one that has not."""
     failures = [r for r in result.ranks if r.error is not None]
+    readers = sorted({r.peer for r in result.ranks if r.peer})
+    if not failures and len(readers) > 1:  # each rank goes with the first who asks it
+        return "gone", f"{' and '.join(readers)} have read parts of it, and none all; an offer is for one receive"
     if not failures:
         return None
     # one rank's failure makes the others leave: theirs says less

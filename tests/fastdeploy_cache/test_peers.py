@@ -14,6 +14,7 @@ from fastdeploy_cache.peers import receives
 from fastdeploy_cache.peers.receives import PeerReceives
 from fastdeploy_cache.transfer_manager.peer.offer import Offer, prompt_digest
 from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner, make_secret
+from fastdeploy_cache.transfer_manager.task import RankResult, TransferResult
 from tests.rigs.cache_model import CacheModel
 from tests.rigs.simulated_pair import TEXT, SimulatedPair
 from tests.rigs.simulated_storage import SimulatedStorage
@@ -320,3 +321,15 @@ def test_new_weights_are_named_whatever_else_fails(pair: SimulatedPair, monkeypa
     monkeypatch.undo()
     assert pair.a.cache.peers.road.offers.info.weights_id == "v"  # type: ignore[union-attr]
     pair.a.steps_may_fail = True
+
+
+def test_an_offer_of_which_two_instances_read_parts(pair: SimulatedPair) -> None:
+    """Its send has not succeeded: each rank went with another reader, and none of these has all."""
+    a = pair.a
+    a.serve_and_copy(TEXT)
+    live = a.must_match(TEXT)
+    send = a.cache.peers.offer(live.request)
+    (task,) = [each.task for each in pair._network[0].sends.values()]
+    ranks = tuple(RankResult(rank=rank, peer=peer) for rank, peer in enumerate(("decode-0", "decode-1")))
+    a.cache.peers.road.on_result(TransferResult(task=task, ranks=ranks))
+    assert send.reason == "gone" and "decode-0 and decode-1 have read parts of it" in str(send.error)
