@@ -188,13 +188,13 @@ class PeerReceives:
             mine.why = "failed", "this instance's books could not take what had come; see its log"
         self._ends.free(mine.units)
         mine.ids, mine.units = array("i"), None
-        if mine.why is None and not mine.is_wanted:
-            mine.why = "cancelled", "it came when nobody waited for it any more: what is cached of it may be evicted"
         if mine.why is not None:
             self._let_go(mine)
         return True
 
     def _why_not(self, mine: OpenReceive) -> Why | None:
+        if not mine.is_wanted:
+            return "cancelled", "its request was matched, or gave it up, before it had come"
         if mine.generation != self._tree.generation:
             return "cancelled", "the cache was reset, slept or lost its KV arrays meanwhile"
         if mine.pin is not None:

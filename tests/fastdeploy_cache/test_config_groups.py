@@ -14,7 +14,6 @@ from fastdeploy_cache.adapters.sglang.config import new_config
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
-from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 from tests.rigs.hybrid_models import GEMMA_3, SMALL, TABLES
 
 UNIFORM = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4)
@@ -76,7 +75,6 @@ def test_a_pool_in_bytes_holds_all_rows() -> None:
          "recompute_last_token is True with layout.groups of which one is a state, kept where a block ends"),
         ({"state_copy": True, "layout": UNIFORM}, "state_copy is True, and no group of layout.groups is of the kind"),
         ({"checkpoints_per_path": -1}, "checkpoints_per_path is -1; use 0 or more"),
-        ({"peer": PeerConfig(weights_id="w")}, "peer.link is 'shm' with layout.groups; a model whose layers do"),
         ({"layout": GEMMA_3, "block_size": 64, "num_cpu_blocks": 84},
          "the CPU pool has 84 blocks, and a checkpoint and one block take 85; give num_cpu_blocks 85 or more, or 0"),
         ({"num_cpu_blocks": 85, "transfer": TransferConfig(max_tasks_in_flight=1)},

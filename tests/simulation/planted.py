@@ -291,7 +291,7 @@ ALL = (
     ),
     _planted(
         "a receive that got no memory keeps its pin",
-        ("peers.receives", "PeerReceives.begin", "tree.move_pin(pin, None, 0)\n        raise", "raise"),
+        ("peers.receives", "PeerReceives.begin", "tree.move_pin(mine.pin, None, 0)\n        raise", "raise"),
     ),
     # -- rows of a hybrid model
     _planted(
