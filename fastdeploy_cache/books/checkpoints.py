@@ -68,6 +68,7 @@ class Checkpoints:
         """`pools`: by row; two rows may have the same. `policy` ranks checkpoints, as another one does runs."""
         self.sizes, self.pools, self.pages, self.policy = sizes, tuple(pools), pages, policy
         self.taps = Taps()
+        self._is_shared = len(set(self.pools)) < len(self.pools)
         self.epoch = 0
         self.num_pinned_pages = self.num_made = 0  # the last: of all times
         self._last_use = 0  # of any checkpoint, in the order of uses of runs
@@ -102,12 +103,13 @@ class Checkpoints:
         lacks; None: all have. Rows that have one pool take from each other."""
         wanted: dict[UnitPool, int] = {}
         for number, (pool, count) in enumerate(zip(self.pools, counts, strict=False)):
-            wanted[pool] = wanted.get(pool, 0) + count
-            num_there = pool.num_available
-            for other, num_coming in zip(self.pools, coming or (), strict=False):
-                num_there += num_coming if other is pool else 0
-            if wanted[pool] > num_there:
-                return number, wanted[pool] - num_there
+            num_there, num_wanted = pool.num_available, count
+            if self._is_shared:
+                num_wanted = wanted[pool] = wanted.get(pool, 0) + count
+            if coming is not None:
+                num_there += sum([num for other, num in zip(self.pools, coming, strict=True) if other is pool])
+            if num_wanted > num_there:
+                return number, num_wanted - num_there
         return None
 
     # -- coming

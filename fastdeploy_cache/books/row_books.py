@@ -111,8 +111,8 @@ class RowBooks:
                 each = each.above
             run = run.parent
             each = run.checkpoint
-        spare = [each for each in inner if not each.num_pins] if len(inner) > at_most else []
-        return min(spare, key=_order_of_making, default=None)
+        spare = [each for each in inner if not each.num_pins] if len(inner) > at_most else None
+        return min(spare, key=_order_of_making) if spare else None
 
     def end_units(self, checkpoint: Checkpoint, units: Units, succeeded: bool, *, stays: bool = False) -> bool:
         """A task that was to fill these units has ended: they are the checkpoint's, or they go home; which of both.

@@ -12,7 +12,7 @@ import pytest
 from fastdeploy_cache.books.block_pool import REQUEST, RUN, BlockPool
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.checkpoint import Checkpoint, chain_of
-from fastdeploy_cache.books.checkpoints import RowSizes
+from fastdeploy_cache.books.checkpoints import Checkpoints, RowSizes
 from fastdeploy_cache.books.growing import insert
 from fastdeploy_cache.books.leaves.policy import LeastRecentlyUsed
 from fastdeploy_cache.books.prefix_tree import PrefixTree
@@ -205,5 +205,6 @@ def test_what_rows_lack() -> None:
     lacking = bench.rows.checkpoints.lacking
     assert lacking((8, 16)) is None and lacking((9, 20)) == (0, 1) and lacking((8, 20)) == (1, 4)
     assert lacking((9, 18), (1, 1)) == (1, 1)
-    bench.rows.checkpoints.pools = (bench.pools[1], bench.pools[1])
+    given, pool = bench.rows.checkpoints, bench.pools[1]
+    lacking = Checkpoints(given.sizes, (pool, pool), given.pages, given.policy).lacking
     assert lacking((10, 6)) is None and lacking((10, 8)) == (1, 2) and lacking((10, 8), (2, 0)) is None

@@ -300,6 +300,7 @@ MENDED: tuple[tuple[Planted, str], ...] = (
         "a receive of before a reset joins",
         f"{_COPIES}test_what_was_received_before_a_reset_is_not_found",
         ("peers.receives", "PeerReceives._why_not", "if mine.generation != self._tree.generation:", "if False:"),
+        ("peers.receives", "PeerReceives._why_not", "if not mine.is_wanted:", "if False:"),  # as it is by then, too
     ),
 )
 
