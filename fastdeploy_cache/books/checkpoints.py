@@ -35,7 +35,7 @@ class RowSizes:
         """Units of each row that are read behind so many blocks."""
         counts = self._counts.get(boundary)
         if counts is None:
-            counts = self._counts[boundary] = tuple([row.num_units_at(boundary) for row in self.rows])
+            counts = self._counts[boundary] = tuple([boundary - row.first_block(boundary) for row in self.rows])
         return counts
 
     def parts(self, boundary: int) -> tuple[slice, ...]:
