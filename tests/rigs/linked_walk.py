@@ -17,7 +17,7 @@ class LinkedWalk:
     def __init__(self, kind: str, seed: int, folder: Path | None = None) -> None:
         """`folder`: of storage below."""
         self._draw, self._kind, self._folder = random.Random(seed), kind, folder
-        self.linked = self._new()
+        self.linked, self._is_down = self._new(), False
         self.num_looked = self.num_loaded = self.num_stored = self.num_pages = self.num_failed = 0
 
     def _new(self) -> Linked:
@@ -32,7 +32,12 @@ class LinkedWalk:
         return [hashlib.sha256(str(places[: end + 1]).encode()).hexdigest() for end in range(len(places))]
 
     def run(self, num_steps: int) -> None:
+        num_down = 0  # steps since a kill: more of them without ranks would show nothing
         for _ in range(num_steps):
+            num_down = num_down + 1 if self._is_down else 0
+            if num_down > 2:
+                self.linked.wait_ready()
+                self._is_down, num_down = False, 0
             draw = self._draw.random()
             if draw < 0.45:
                 self._store()
@@ -40,8 +45,7 @@ class LinkedWalk:
                 self._load()
             elif draw < 0.98:
                 self.linked.kill()
-                if self._draw.random() < 0.7:
-                    self.linked.wait_ready()
+                self._is_down = True
             elif self._folder is not None and self._draw.random() < 0.5:
                 self.linked.linker.close()
                 self.linked = self._new()
@@ -89,6 +93,7 @@ class LinkedWalk:
             return
         if self._draw.random() < 0.05:
             self.linked.kill()
+            self._is_down = True
         if not self.linked.run():
             self.num_failed += 1
             return
