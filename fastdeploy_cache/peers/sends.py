@@ -210,9 +210,8 @@ class PeerSends:
         told = set(active.block_ids[: mine.num_told])
         kept = array("i", [block_id for block_id in private_ids if block_id in told])
         home = array("i", [block_id for block_id in private_ids if block_id not in told])
-        if (
-            active.pin is not None and mine.checkpoint is None
-        ):  # beside the request's own: it ends with the send, whether the request goes or stays
+        if active.pin is not None and mine.checkpoint is None:
+            # Beside the request's own: it ends with the send, whether the request goes or stays.
             place = self._tree.place(active.pin.run.path(), min(mine.num_told, active.num_pinned_blocks))
             mine.pin = self._tree.move_pin(mine.pin, *place)
         return functools.partial(self._take_over, mine, active, kept, home)

@@ -136,16 +136,21 @@ class LinkWalk:
     def _compute(self, each: HandOver) -> None:
         served = each.prefilled
         assert served is not None
+        if self._step(self.prefill, served):
+            each.prefilled = None
+
+    def _step(self, engine: Float64Engine, served: Served) -> bool:
+        """One step of it; whether that was its last."""
         try:
-            is_over = self.prefill.step(served)
+            is_over = engine.step(served)
         except OutOfBlocksError:
             is_over = True  # it is given up
             self.num_short += 1
         if is_over:
             if served.logits:
-                self.prefill.check(served)
-            self.prefill.end(served)
-            each.prefilled = None
+                engine.check(served)
+            engine.end(served)
+        return is_over
 
     def _receive(self, each: HandOver) -> None:
         each.request, each.epoch = self.decode.request_of(each.prompt), self._epoch
@@ -157,15 +162,7 @@ class LinkWalk:
                 self.prefill.cache.peers.cancel_send(each.send)
 
     def _decode(self, each: HandOver, served: Served) -> None:
-        try:
-            is_over = self.decode.step(served)
-        except OutOfBlocksError:
-            is_over = True
-            self.num_short += 1
-        if is_over:
-            if served.logits:
-                self.decode.check(served)
-            self.decode.end(served)
+        if self._step(self.decode, served):
             each.decoded = None
 
     def _receives(self) -> Iterator[tuple[SimulatedPeers, SimReceive]]:
