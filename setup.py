@@ -83,9 +83,11 @@ setup(
         "mooncake": ["mooncake-transfer-engine-non-cuda>=0.3.13"],
         "plot": ["matplotlib>=3.8"],
         "otel": ["opentelemetry-api>=1.30"],
+        "vllm-names": ["cbor2>=5.6"],
         "docs": ["furo>=2025.12.19", "myst-parser>=5,<6", "sphinx>=8.2,<10"],
         "test": [
             "aiohttp>=3.14.4,<4",
+            "cbor2>=5.6",
             "cuda-bindings>=12.9.1",
             "matplotlib>=3.8",
             "mooncake-transfer-engine-non-cuda>=0.3.13",

@@ -31,6 +31,7 @@ _EXAMPLES = {  # what has no default, of tables that a sample leaves out
     "storage.weights_id": "my-model@1",
     "storage.folder": "/ssd/kv",
     "peer.weights_id": "my-model@1",
+    "events.endpoint": "tcp://127.0.0.1:5557",
     "layout.groups.kind": "window",
     "layout.groups.layers": [0, 1, 2],
     "layout.groups.reach_tokens": 1024,

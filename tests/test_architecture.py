@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.rooms import PARENT_SIDE, ROOMS
+from tests.rigs.rooms import OWN_PROCESSES, PARENT_SIDE, ROOMS
 
 ROOT = Path(__file__).parent.parent
 LINKED = ("ipc", "metrics", "transfer_manager", "launch")  # subpackages of fastdeploy_cache that lie beside it
@@ -31,7 +31,13 @@ WITH_TENSORS = {
     "fastdeploy_cache/adapters/slots/pages.py": {"kv.tensors"},
 }
 HOMES = {
-    "zmq": {"ipc/peer_channel.py", "ipc/poller.py", "launch/bench/ping_pong.py", "launch/faults/peer_calls.py"},
+    "zmq": {
+        "ipc/event_stream.py",
+        "ipc/peer_channel.py",
+        "ipc/poller.py",
+        "launch/bench/ping_pong.py",
+        "launch/faults/peer_calls.py",
+    },
     "msgspec": {
         "transfer_manager/storage/file_space.py",
         "transfer_manager/storage/mooncake_admin.py",
@@ -47,6 +53,10 @@ HOMES = {
         "fastdeploy_cache/requests/active_request.py",
         "fastdeploy_cache/requests/tables.py",
         "fastdeploy_cache/requests/trail.py",
+        "fastdeploy_cache/events/journal.py",
+        "fastdeploy_cache/events/names.py",
+        "fastdeploy_cache/events/questions.py",
+        "fastdeploy_cache/events/wire.py",
         "fastdeploy_cache/insight/what_if/setup.py",
         "fastdeploy_cache/requests/match.py",
         "fastdeploy_cache/books/tokens.py",
@@ -225,7 +235,8 @@ def test_the_engine_side_uses_only_the_parent_side_of_the_ranks() -> None:
         for module in imports(path):
             if module.startswith("transfer_manager."):
                 below = module.partition(".")[2]
-                allowed = below in PARENT_SIDE | WITH_TENSORS.get(name(path), set())
+                room = path.relative_to(ROOT).parts[1]
+                allowed = below in PARENT_SIDE | WITH_TENSORS.get(name(path), set()) | OWN_PROCESSES.get(room, set())
                 assert allowed, f"{name(path)} imports {module}"
 
 

@@ -59,6 +59,7 @@ class TaskKind(Enum):
     UPDATE_SEND = "update_send", _Traits(Lane.OUT, needs_all_ranks=False)  # more is computed, or the send has failed
     RECEIVE = "receive", _Traits(Lane.IN)  # a peer's GPU to ours
     END_RECEIVE = "end_receive", _Traits(Lane.IN, needs_all_ranks=False)  # nobody wants a receive any more
+    PUBLISH = "publish", _Traits(Lane.OUT)  # tell others what has come to the cache and gone
 
     def __new__(cls, value: str, traits: _Traits) -> Self:
         kind = object.__new__(cls)

@@ -73,7 +73,7 @@ class PrefixTree:
                 some = piece_of(self.roots, self._num_roots_made // _SWEEP_EVERY)
                 for name in [name for name, root in some.items() if not root.children]:
                     self.roots.pop(name)
-            run = Run(None, self.epoch)
+            run = Run(None, self.epoch, namespace=namespace)
             run.hashes = root_hash(namespace, self.block_size)
             self.roots = put(self.roots, namespace, run, place_of_name)
         return run

@@ -75,6 +75,8 @@ class Run(msgspec.Struct, gc=False, eq=False):
     block_marks: bytes = b""  # of its first blocks, as far as somebody has asked: see `References`
     checkpoint: Checkpoint | None = None  # its deepest; see there
     author: int = 0  # a recorded request whose tokens go through all of this run; 0: nobody knows one
+    number: int = 0  # by which a publisher of events knows it; 0: none does
+    namespace: str = ""  # of a root alone
     # -- how it was used: what eviction policies decide by. Both parts of a split run have it
     last_used: int = 0  # order of uses over the whole cache
     inserted: int = 0  # order of growths over the whole cache
@@ -206,7 +208,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
         """A run beside this one with what its first blocks have; this one is as before, until `cut_front`."""
         upper = copy.copy(self)
         upper.children, upper.pins, upper.queued_gpu, upper.queued_cpu = NO_CHILDREN, (), None, None
-        upper.checkpoint = None
+        upper.checkpoint, upper.number = None, 0
         upper.num_gpu_children = upper.num_cpu_children = upper.num_held_children = upper.num_held = 0
         upper.num_blocks = num_blocks
         upper.tokens = self.tokens[: num_blocks * block_bytes]

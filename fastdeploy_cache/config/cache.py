@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
+from fastdeploy_cache.config.events import EventsConfig
 from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.config.row_pools import check_row_pools, check_row_values, gpu_blocks_in, with_units
 from fastdeploy_cache.config.tables import LISTS, OPTIONAL_TABLES, TABLES, as_settings, check_tables
@@ -101,6 +102,7 @@ class CacheConfig:
         num_explained_requests: of how many of the last requests `explain` can tell. With 0 it can tell of none.
         hit_rate_window_seconds: how far back the hit-rate gauges look.
         insight: what an operator sees beside the metrics.
+        events: who may hear which blocks are cached. None means that nobody does.
 
     Raises:
         ConfigError: an impossible value, with the numbers.
@@ -146,6 +148,7 @@ class CacheConfig:
     num_explained_requests: int = 1024
     hit_rate_window_seconds: float = 300.0
     insight: InsightConfig = field(default_factory=InsightConfig)
+    events: EventsConfig | None = None
 
     def __post_init__(self) -> None:
         self._check_values()

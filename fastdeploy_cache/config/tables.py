@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from fastdeploy_cache.config.events import EventsConfig
 from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.transfer_manager.config import TransferConfig
@@ -22,8 +23,9 @@ TABLES: Mapping[str, type] = {
     "storage": StorageConfig,
     "peer": PeerConfig,
     "insight": InsightConfig,
+    "events": EventsConfig,
 }
-OPTIONAL_TABLES = ("layout", "storage", "peer")
+OPTIONAL_TABLES = ("layout", "storage", "peer", "events")
 LISTS: Mapping[str, type] = {"layout.groups": KVGroup, "layout.groups.parts": StatePart}  # of tables
 _PLACE = re.compile(r"\[\d+\]")  # of an entry in its list
 

@@ -20,6 +20,7 @@ from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.storage.access import StorageAccess
 
 if TYPE_CHECKING:
+    from fastdeploy_cache.events.feed.feed import EventFeed
     from fastdeploy_cache.insight.doctor.finding import Finding
     from fastdeploy_cache.insight.flight.keeper import FlightKeeper
     from fastdeploy_cache.insight.looks.page import Looks, OperatorPage
@@ -51,12 +52,13 @@ class Seen:
         self._what_if: WhatIf | None = None
         self._page: OperatorPage | None = None
         self.flight: FlightKeeper | None = None
+        self.events: EventFeed | None = None
 
     def start(self) -> None:
         """Record from now on: the manager is whole.
 
         Raises:
-            ConfigError: `insight.traces` without OpenTelemetry.
+            ConfigError: `insight.traces` without OpenTelemetry, or a publisher of events that refuses its settings.
         """
         listener: RequestListener | None = None
         if self._config.insight.flight_recorder_bytes:
@@ -73,6 +75,11 @@ class Seen:
             listener = Traces(self._books, listener)
         if listener is not None:
             self._requests.tell(listener)
+        if self._config.events is not None:
+            from fastdeploy_cache.events.feed.feed import EventFeed
+
+            self.events = EventFeed(self._config, self._books)
+            self.events.start()
 
     def explain(self, request_id: str) -> Explanation:
         """See `PrefixCacheManager.explain`."""
@@ -163,6 +170,8 @@ class Seen:
             self._page.history.stop()
         if self.flight is not None:
             self.flight.close()
+        if self.events is not None:
+            self.events.close()
 
     def stats(self) -> CacheStats:
         """See `PrefixCacheManager.stats`."""
@@ -257,6 +266,7 @@ class Seen:
             "transfer": self._movement.client.statuses(),
             "storage": self._storage.statuses(),
             "peer": self._peers.road.processes.statuses(),
+            "events": self.events.statuses() if self.events is not None else [],
         }
         return {kind: tuple(statuses) for kind, statuses in found.items() if statuses}
 

@@ -31,6 +31,10 @@ PARENT_SIDE = {
     "peer.peer_signal",
     "peer.signature",
 }
+# A process that publishes events is one of ours: its room has both halves.
+OWN_PROCESSES = {"events": {f"process.{half}" for half in (
+    "begin", "callbacks", "child", "client", "main", "owner", "setup", "wire", "words"
+)}}  # fmt: skip
 # Rooms within a package: which of the others each may import. A file that lies in no room is one by itself.
 ROOMS = {
     "fastdeploy_cache": {
@@ -47,8 +51,9 @@ ROOMS = {
         "callers": {"requests", "movement", "stats", "config", "request", "books", "errors"},
         "ranks": {"peers", "movement", "config", "books", "errors"},
         "life_cycle": {"peers", "requests", "storage", "movement", "config", "books", "errors"},
+        "events": {"config", "books", "errors"},
         "insight": {
-            *("callers", "peers", "requests", "storage", "movement", "stats", "config", "request"),
+            *("events", "callers", "peers", "requests", "storage", "movement", "stats", "config", "request"),
             *("policies", "books", "errors"),
         },
         "manager": {

@@ -7,6 +7,7 @@ from fastdeploy_cache.books.row_invariants import check_rows
 from fastdeploy_cache.books.run import CPU, GPU
 from fastdeploy_cache.books.tier_loss import drop_cpu, drop_gpu
 from fastdeploy_cache.policies.eviction import RANKING_POLICIES
+from tests.rigs.event_mirror import EventMirror
 from tests.rigs.row_bench import SIZE, RowBench
 from tests.rigs.row_copies import RowCopies
 from tests.rigs.row_requests import RowRequests
@@ -20,6 +21,7 @@ class RowWalk:
         self.bench = RowBench(seed, model, policy, scarcity=scarcity)
         self.requests = RowRequests(self.bench)
         self.copies = RowCopies(self.bench, self.requests.settle)
+        self.listener = EventMirror(self.bench.tree, self.bench.rows, every=25)
 
     def press(self) -> None:
         """Somebody takes blocks or units, as many as there are at most, and gives them back."""
@@ -109,6 +111,7 @@ class RowWalk:
             with self.bench.books:
                 pass
         self.bench.ask()
+        self.listener.check()
 
     def check(self) -> None:
         """All promises, recounted."""

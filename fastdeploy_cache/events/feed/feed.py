@@ -1,0 +1,261 @@
+"""Hands what is noted to the publisher, on a thread of its own, and tells all anew where something was lost."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import Forgotten
+from fastdeploy_cache.config.cache import CacheConfig
+from fastdeploy_cache.config.events import EventsConfig
+from fastdeploy_cache.errors import ConfigError, LifeCycleError
+from fastdeploy_cache.events.feed.owner import PublisherOwner
+from fastdeploy_cache.events.feed.tap import EventTap
+from fastdeploy_cache.events.journal import encode_notes
+from fastdeploy_cache.events.names import NameScheme
+from fastdeploy_cache.events.publisher.setup import PublisherSetup
+from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.transfer_manager.client import RankStatus
+from fastdeploy_cache.transfer_manager.process.callbacks import Callbacks
+from fastdeploy_cache.transfer_manager.process.client import Processes, config_beside
+from fastdeploy_cache.transfer_manager.process.owner import ProcessKind
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
+
+logger = event_log(__name__)
+
+_GATHER_SECONDS = 0.005  # from the first note to the message that brings it
+_IDLE_SECONDS = 60.0
+_TURN_BYTES = 2**19  # of tokens that one turn copies: a tenth of a millisecond of the lock
+_TURN_RUNS = 64  # that one turn tells anew
+_MOST_IN_FLIGHT = 4  # messages to the publisher
+_WALK_BYTES = 2**22  # that may wait while all is told anew
+_TASK_SECONDS = 20.0
+_START_SECONDS = 30.0
+_NO_IDS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventCounts:
+    """What was published so far.
+
+    Attributes:
+        sequence: that of the next message.
+        num_notes: changes of the tree that were noted.
+        num_begun: how often all that is cached was told from the begin, the first time included.
+        num_dropped: how often that was because the publisher did not take what waited for it.
+    """
+
+    sequence: int
+    num_notes: int
+    num_begun: int
+    num_dropped: int
+
+
+class EventFeed:
+    """The publisher's process, and the thread that feeds it. `start` and `close` by one thread; the rest by any.
+
+    What the tap notes is taken a few milliseconds later, packed, and sent as a task of which a few are in flight. If
+    one fails, the publisher has died or is another one: what it knew is gone. If more waits than may, it is dropped.
+    In both cases all is told anew, from a `Began` on, while the cache goes on.
+    """
+
+    def __init__(self, config: CacheConfig, books: Books) -> None:
+        """Raises `ConfigError`: the token cannot be read, or names of this kind cannot be made."""
+        assert config.events is not None
+        self._events, self._books, self._clock = config.events, books, books.clock
+        self._scheme = _scheme_of(self._events, config.block_size)
+        self._scheme.names()
+        self._token = _token_in(self._events.query_token_file)
+        layout = config.rank_layout()
+        self._rows = tuple(layout.rows[1:]) if layout is not None else ()
+        self._transfer = config_beside(config.transfer, tp_size=1, start_timeout_seconds=_START_SECONDS)
+        self._wake = self._clock.event()
+        self.tap = EventTap(books.tree, self._wake.set)
+        kind = ProcessKind(name="events", is_optional=True)
+        self._processes = Processes(self._transfer, kind, PublisherOwner(self._transfer, self._new_setup), self._clock)
+        self._thread: threading.Thread | None = None
+        self._task_ids = itertools.count(1)
+        self._pieces: deque[bytes] = deque()  # that wait to be sent
+        self._num_waiting_bytes = self._num_in_flight = self._num_dropped = self._sequence = 0
+        self._answers: deque[TransferResult] = deque()  # put by the I/O thread
+        self._is_new = self._is_closing = False  # the publisher knows nothing yet
+
+    def _new_setup(self, incarnation: int, queue_fds: tuple[int, ...], signal_fd: int) -> PublisherSetup:
+        events, data_parallel_id = self._events, self._transfer.data_parallel_id
+        endpoint, replay_endpoint = events.endpoints(data_parallel_id)
+        return PublisherSetup(
+            rank=0,
+            incarnation=incarnation,
+            engine_pid=os.getpid(),
+            queue_fds=queue_fds,
+            signal_fd=signal_fd,
+            heartbeat_seconds=self._transfer.heartbeat_seconds,
+            endpoint=endpoint,
+            replay_endpoint=replay_endpoint,
+            topic=events.topic,
+            keys_folder=events.keys_folder,
+            data_parallel_rank=data_parallel_id,
+            scheme=self._scheme,
+            rows=self._rows,
+            num_kept=events.num_kept_messages,
+            kept_bytes=events.kept_bytes,
+            interval_seconds=events.heartbeat_seconds,
+            token=self._token,
+        )
+
+    def start(self) -> None:
+        """Start the publisher. One that is late, or dies, is started again and again.
+
+        Raises:
+            ConfigError: it refuses its settings, or an address cannot be had.
+        """
+        with self._books:
+            self.tap.hang()
+        self._books.listen(Forgotten, lambda _: self.tap.note_forgotten())
+        callbacks = Callbacks(self._on_result, on_ready=self._on_ready)
+        io = self._processes.start(callbacks, _START_SECONDS)
+        if io.start_failure is not None:
+            self.close()
+            raise ConfigError(f"events.endpoint {self._events.endpoint!r} cannot be used: {io.start_failure}")
+        self._thread = threading.Thread(target=self._run, name="event-feed", daemon=True)
+        self._thread.start()
+
+    def counts(self) -> EventCounts:
+        """What was published so far."""
+        return EventCounts(
+            sequence=self._sequence,
+            num_notes=self.tap.num_notes,
+            num_begun=self.tap.num_begun,
+            num_dropped=self._num_dropped,
+        )
+
+    def statuses(self) -> list[RankStatus]:
+        """The publisher's process."""
+        return self._processes.statuses()
+
+    def close(self) -> None:
+        """End the publisher. What was noted last may not have been told. Safe to call twice."""
+        self._is_closing = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._processes.stop()
+
+    # -- the thread
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            self._wake.wait(_IDLE_SECONDS)
+            if self._is_closing:
+                return
+            self._wake.clear()
+            self._clock.sleep(_GATHER_SECONDS)
+            try:
+                self.turn()
+            except LifeCycleError:  # a turn of another thread does not end: later
+                logger.warning("event=events_wait reason=lock")
+
+    def turn(self) -> None:
+        """Take what there is, and send what the publisher takes now. The thread's; a simulation calls it by itself."""
+        self._hear()
+        if self._is_new:
+            self._begin()
+        while self.tap.is_on and self._take():
+            self._send()
+        self._send()
+
+    def _hear(self) -> None:
+        while self._answers:
+            result = self._answers.popleft()
+            self._num_in_flight -= 1
+            if result.error is None:
+                self._sequence = (result.ranks[0].counts or {}).get("sequence", self._sequence)
+            elif self.tap.is_on:
+                logger.info("event=events_lost reason=%r action=tell_all_anew", result.error)
+                self._stop_telling()
+
+    def _stop_telling(self) -> None:
+        """What the publisher knows, or will hear, has a gap: nothing of it counts before it has heard all anew."""
+        with self._books:
+            self.tap.deafen()
+        self._pieces.clear()
+        self._num_waiting_bytes, self._is_new = 0, True
+
+    def _begin(self) -> None:
+        if not self._num_in_flight and self._processes.has_room(TaskKind.PUBLISH):
+            self._is_new = False
+            self._pieces.clear()  # of what another one was told
+            self._num_waiting_bytes = 0
+            with self._books:
+                self.tap.begin()
+
+    def _take(self) -> bool:
+        """Pack some of the notes, and tell some runs more; whether more is left that has room."""
+        tap, may_walk = self.tap, self._num_waiting_bytes < _WALK_BYTES
+        with self._books:
+            if tap.is_walking and may_walk:
+                tap.walk(_TURN_RUNS, _TURN_BYTES)
+            notes = tap.take(_TURN_BYTES)
+        if notes:
+            self._pieces.append(encode_notes(notes))
+            self._num_waiting_bytes += len(self._pieces[-1])
+        if self._num_waiting_bytes > self._events.max_waiting_bytes:
+            self._num_dropped += 1
+            logger.warning("event=events_dropped bytes=%d action=tell_all_anew", self._num_waiting_bytes)
+            self._stop_telling()
+            return False
+        return bool(notes) or (tap.is_walking and may_walk)
+
+    def _send(self) -> None:
+        while self._pieces and self._num_in_flight < _MOST_IN_FLIGHT:
+            piece = self._pieces.popleft()
+            self._num_waiting_bytes -= len(piece)
+            self._num_in_flight += 1
+            self._processes.submit(
+                TransferTask(
+                    task_id=next(self._task_ids),
+                    kind=TaskKind.PUBLISH,
+                    source_ids=_NO_IDS,
+                    destination_ids=_NO_IDS,
+                    deadline=self._clock.now() + _TASK_SECONDS,
+                    detail=piece,
+                )
+            )
+
+    # -- the I/O thread of the process
+
+    def _on_result(self, result: TransferResult) -> None:
+        self._answers.append(result)
+        self._wake.set()
+
+    def _on_ready(self) -> None:
+        """The publisher is ready: the first one, or another one in its place, which knows nothing.
+
+        Its predecessor's tasks have failed before: `_hear` finds them first.
+        """
+        self._is_new = True
+        self._wake.set()
+
+
+def _scheme_of(events: EventsConfig, block_size: int) -> NameScheme:
+    return NameScheme(kind=events.block_names, form=events.name_form, seed=events.hash_seed, block_size=block_size)
+
+
+def _token_in(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        token = Path(path).read_text().strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"events.query_token_file is {path!r}, and cannot be read: {error}") from error
+    if len(token) < 16:
+        raise ConfigError(f"events.query_token_file is {path!r}, and has {len(token)} characters; use 16 or more")
+    return token

@@ -1,0 +1,222 @@
+"""A mirror of what another process has cached: `fastdeploy_cache.events.Mirror`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from fastdeploy_cache.books.tokens import TokenIds
+from fastdeploy_cache.config.events import EventsConfig
+from fastdeploy_cache.errors import CodecError
+from fastdeploy_cache.events.follower import Follower, ReplayFrom
+from fastdeploy_cache.events.index import PrefixFound
+from fastdeploy_cache.events.names import BlockNaming, NameScheme, name_blocks
+from fastdeploy_cache.events.questions import Answer
+from fastdeploy_cache.events.wire import BlockName
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
+from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.ipc.event_stream import Answered, Disconnected, EventInlet, Heard, StreamAddress
+from fastdeploy_cache.ipc.peer_channel import load_keys
+from fastdeploy_cache.ipc.poller import Poller, Wakeup
+
+_ANSWER_SECONDS = 2.0  # then a question is asked again
+_FIRST_SILENCE_SECONDS = 5.0  # while nobody has said how often a heartbeat comes
+_NUM_HEARTBEATS = 4  # that may be missed
+_LONGEST_SECONDS = 3600.0
+_MOST_AT_ONCE = 256  # messages taken in under the lock
+
+
+class Mirror:
+    """Follows a publisher from any moment on, and says how much of a prompt it has cached.
+
+    It is *current* while it has taken in all that the publisher has sent, as far as that has come. It is not before
+    the first snapshot is there, and not from a loss, a restart or a silence of the publisher until it has caught up:
+    then it finds nothing, so that it never says of a block that it is cached when it had gone as the last message was
+    sent. Any thread may ask; a thread of its own listens.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        *,
+        topic: str = "",
+        keys_folder: str | None = None,
+        publisher_key: bytes = b"",
+        on_message: Callable[[int, bytes], None] | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        """Connect; nothing is waited for, and the publisher may come later.
+
+        `endpoint` and `replay_endpoint` are those of its settings, with the same default. `keys_folder` and
+        `publisher_key` (its public key) are needed where it has keys. `on_message` is called with the sequence and the
+        payload of each message that is taken in from the stream, on the mirror's thread; it must not raise.
+
+        Raises:
+            ConfigError, IPCError: addresses that are none, or keys that cannot be read.
+        """
+        settings = EventsConfig(endpoint=endpoint, replay_endpoint=replay_endpoint, keys_folder=keys_folder)
+        keys = load_keys(Path(keys_folder)) if keys_folder is not None else None
+        self._address = StreamAddress(*settings.endpoints(0), topic.encode(), keys)
+        self._clock, self._on_message = clock, on_message
+        self._inlet = EventInlet(self._address, publisher_key)
+        self._follower, self._lock = Follower(), threading.Condition()
+        self._naming: tuple[NameScheme, BlockNaming] | None = None
+        self._heard_at = self._asked_at = clock.now()
+        self._is_closing, self._wakeup = False, Wakeup()
+        self._thread = threading.Thread(target=self._run, name="event-mirror", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening. Safe to call twice."""
+        self._is_closing = True
+        self._wakeup.set()
+        self._thread.join()
+
+    # -- asking
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it knows what is cached now."""
+        return self._follower.is_current
+
+    def wait_current(self, timeout_seconds: float) -> bool:
+        """Wait until it is current; False when the time is over first."""
+        with self._lock:
+            return self._lock.wait_for(lambda: self._follower.is_current, timeout_seconds)
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens in a block; None before the first snapshot."""
+        scheme = self._follower.scheme
+        return scheme.block_size if scheme is not None else None
+
+    def find(self, token_ids: TokenIds, namespace: str = "") -> PrefixFound:
+        """How many leading tokens of a prompt are cached; none while it is not current.
+
+        Raises:
+            RequestError: these are no token ids.
+            ConfigError: the publisher names blocks as vLLM does, and cbor2 is missing here.
+        """
+        names = self.names(token_ids, namespace)
+        return self.find_names(names) if names is not None else PrefixFound()
+
+    def names(self, token_ids: TokenIds, namespace: str = "") -> list[BlockName] | None:
+        """What the full blocks of a prompt are called; None before the first snapshot. Raises as `find`.
+
+        Mirrors of publishers that name blocks alike can be asked for the same names with `find_names`.
+        """
+        scheme = self._follower.scheme
+        if scheme is None:
+            return None
+        if self._naming is None or self._naming[0] != scheme:
+            self._naming = scheme, scheme.names()
+        return [*name_blocks(*self._naming, token_ids, namespace)]
+
+    def find_names(self, names: Sequence[BlockName]) -> PrefixFound:
+        """How many leading tokens of a prompt are cached whose blocks are called so."""
+        with self._lock:
+            follower = self._follower
+            if not follower.is_current or follower.scheme is None:
+                return PrefixFound()
+            return follower.index.find(names, follower.scheme.block_size)
+
+    def num_blocks(self, medium: str) -> int:
+        """How many blocks are in a medium: GPU, CPU or DISK; 0 while it is not current."""
+        with self._lock:
+            return self._follower.index.num_blocks(medium) if self._follower.is_current else 0
+
+    def counts(self) -> dict[str, int]:
+        """Messages, snapshots and replays that were taken in."""
+        follower = self._follower
+        return {
+            "messages": follower.num_messages,
+            "snapshots": follower.num_snapshots,
+            "replays": follower.num_replays,
+        }
+
+    # -- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._ask()
+                self._wait()
+                self._listen()
+        finally:
+            self._inlet.close()
+            self._wakeup.close()
+
+    def _wait(self) -> None:
+        poller = Poller(self._clock)
+        for source in self._inlet.sources():
+            poller.register(source, source)
+        poller.register(self._wakeup.fd, self._wakeup)
+        poller.wait(min(_LONGEST_SECONDS, max(0.0, self._silent_at() - self._clock.now())))
+
+    def _silent_at(self) -> float:
+        """When a missing answer, or message, says something."""
+        if self._follower.is_asking:
+            return self._asked_at + _ANSWER_SECONDS
+        return self._heard_at + (_NUM_HEARTBEATS * self._follower.heartbeat_seconds or _FIRST_SILENCE_SECONDS)
+
+    def _listen(self) -> None:
+        with self._lock:
+            was_current, follower = self._follower.is_current, self._follower
+            for _ in range(_MOST_AT_ONCE):
+                heard = self._inlet.get()
+                if heard is None:
+                    break
+                self._take_in(heard)
+                if (question := follower.take_question()) is not None:
+                    self._send(question)
+            if self._clock.now() >= self._silent_at():
+                self._inlet.renew()
+                self._follower.on_silence()
+                self._heard_at = self._clock.now()
+            if self._follower.is_current != was_current:
+                self._lock.notify_all()
+
+    def _take_in(self, heard: Heard | Answered | Disconnected) -> None:
+        follower = self._follower
+        if isinstance(heard, Disconnected):
+            follower.on_disconnected()
+        elif isinstance(heard, Answered):
+            try:
+                answer: Answer = decode(heard.answer, Answer)
+            except CodecError:
+                return  # it is asked again
+            follower.on_answer(answer)
+        elif not heard.is_replayed:
+            self._heard_at = self._clock.now()
+            follower.on_message(heard.sequence, heard.payload)
+            if self._on_message is not None:
+                self._on_message(heard.sequence, heard.payload)
+        elif heard.sequence < 0:
+            follower.on_replay_end()
+        else:
+            follower.on_replayed(heard.sequence, heard.payload)
+
+    def _ask(self) -> None:
+        with self._lock:
+            question = self._follower.take_question()
+        if question is not None:
+            self._send(question)
+
+    def _send(self, question: object) -> None:
+        self._asked_at = self._clock.now()
+        if isinstance(question, ReplayFrom):
+            self._inlet.ask(question.start.to_bytes(8, "big"))
+        else:
+            self._inlet.ask(encode(question))  # type: ignore[arg-type]

@@ -1,0 +1,85 @@
+"""KeptSnapshots that subscribers take piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from fastdeploy_cache.events.publisher.tree import Part
+from fastdeploy_cache.events.wire import BlockStored, Event
+
+_MOST = 8  # at a time
+_IDLE_SECONDS = 10.0  # after which nobody takes one any more
+_PIECE_BLOCKS = 2048
+
+
+class _Snapshot:
+    """What there was at one moment, as it is told."""
+
+    def __init__(self, parts: Sequence[Part], stored: Callable[[Part], Sequence[BlockStored]], block_size: int) -> None:
+        self._pieces = _pieces(parts, stored, max(1, _PIECE_BLOCKS * 64 // block_size))
+        self._next: list[Event] = next(self._pieces, [])
+        self.number, self._last, self._is_last = -1, list[Event](), False
+        self.asked_at = 0.0
+
+    def piece(self, number: int) -> tuple[list[Event], bool]:
+        """This piece, and whether it is the last; `LookupError` where it is neither the next one nor that before."""
+        if number == self.number + 1 and not self._is_last:
+            self.number, self._last = number, self._next
+            following = next(self._pieces, None)
+            self._is_last, self._next = following is None, following or []
+        if number != self.number:
+            raise LookupError
+        return self._last, self._is_last
+
+
+class KeptSnapshots:
+    """Those that are being taken. One thread.
+
+    Each holds copies of what there was, so their number is bounded. One that nobody asks for any more goes first.
+    """
+
+    def __init__(self, stored: Callable[[Part], Sequence[BlockStored]], block_size: int) -> None:
+        """`stored`: gives the events that tell of a part."""
+        self._stored, self._block_size = stored, block_size
+        self._by_number: dict[int, _Snapshot] = {}
+        self._last = 0
+
+    def begin(self, parts: Sequence[Part], now: float) -> int:
+        """Keep these; returns the snapshot's number. Raises `LookupError`: there are too many."""
+        self.drop_idle(now)
+        if len(self._by_number) >= _MOST:
+            raise LookupError
+        self._last += 1
+        snapshot = self._by_number[self._last] = _Snapshot(parts, self._stored, self._block_size)
+        snapshot.asked_at = now
+        return self._last
+
+    def piece(self, snapshot: int, number: int, now: float) -> tuple[list[Event], bool]:
+        """A piece, and whether it is the last. Raises `LookupError`: there is no such snapshot, or piece now."""
+        found = self._by_number[snapshot]
+        found.asked_at = now
+        return found.piece(number)
+
+    def drop_idle(self, now: float) -> None:
+        """Forget those that nobody asks for any more."""
+        for number, snapshot in list(self._by_number.items()):
+            if now - snapshot.asked_at > _IDLE_SECONDS:
+                del self._by_number[number]
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+
+def _pieces(
+    parts: Sequence[Part], stored: Callable[[Part], Sequence[BlockStored]], most_blocks: int
+) -> Iterator[list[Event]]:
+    events, num_blocks = list[Event](), 0
+    for part in parts:
+        for event in stored(part):
+            events.append(event)
+            num_blocks += len(event.block_hashes)
+            if num_blocks >= most_blocks:
+                yield events
+                events, num_blocks = [], 0
+    if events:
+        yield events

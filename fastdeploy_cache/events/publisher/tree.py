@@ -1,0 +1,221 @@
+"""The engine's tree as records tell it, and the events that follow from each of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from fastdeploy_cache.books.block_hash import HASH_BYTES, TOKEN_BYTES
+from fastdeploy_cache.errors import CodecError
+from fastdeploy_cache.events.journal import (
+    AnchorCame,
+    AnchorLeft,
+    Began,
+    BlocksLeft,
+    Came,
+    Record,
+    RunGone,
+    RunParted,
+    RunsJoined,
+    TreeCleared,
+    WholeRun,
+)
+from fastdeploy_cache.events.names import NameScheme
+from fastdeploy_cache.events.publisher.node import Node
+from fastdeploy_cache.events.publisher.stretch import Stretch, Teller, stretches
+from fastdeploy_cache.events.wire import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from fastdeploy_cache.transfer_manager.kv.groups import Row
+
+Part = tuple[Stretch, str, int | None]  # with its medium and group
+
+
+class ToldTree:
+    """Applies records; `take` gives the events since the last call. One thread.
+
+    An event names a block only where it changes whether the block is in that medium, so that none is told twice.
+    """
+
+    def __init__(self, scheme: NameScheme, rows: Sequence[Row] = ()) -> None:
+        """`rows`: of a hybrid model, those behind the full one, in the order of its configuration.
+
+        Raises:
+            ConfigError: names of that kind cannot be made.
+        """
+        self._naming, self._rows, self._teller = scheme.names(), tuple(rows), Teller(scheme, rows)
+        self._block_bytes = scheme.block_size * TOKEN_BYTES
+        self._group = 0 if rows else None
+        self._nodes: dict[int, Node] = {}
+        self._tops: dict[int, Node] = {}  # those that begin prompts
+        self._num_units = Counter[tuple[int, int, bytes]]()  # by row, tier and digest
+        self._events: list[Event] = []
+        self._has_begun = False
+
+    def take(self) -> list[Event]:
+        """The events that are due."""
+        events, self._events = self._events, []
+        return events
+
+    def apply(self, record: Record) -> None:
+        """Take a record in. Raises `CodecError` where it does not follow from those before it.
+
+        What comes before the first `Began` was meant for another publisher, which has died with it on its way.
+        """
+        if not self._has_begun and not isinstance(record, Began):
+            return
+        self._has_begun = True
+        if isinstance(record, Began | TreeCleared):
+            self._nodes.clear()
+            self._tops.clear()
+            self._num_units.clear()
+            self._events.append(AllBlocksCleared())
+        else:
+            self._take_in(record)
+
+    def _take_in(self, record: Record) -> None:
+        match record:
+            case Came():
+                node = self._node(record.number)
+                node.grow(record.first, record.tokens, record.extras, self._naming)
+                self._arrive(node, record.tier, record.first, record.first + record.num_blocks)
+            case BlocksLeft():
+                node = self._node(record.number)
+                self._leave(node, record.tier, record.first, record.first + record.num_blocks)
+                node.cut()
+            case RunGone():
+                self._end(record.number)
+            case WholeRun():
+                self._take_whole(record)
+            case RunParted():
+                self._part(record)
+            case RunsJoined():
+                self._node(record.upper).join(self._node(record.lower))
+                del self._nodes[record.lower]
+            case AnchorCame():
+                self._anchor(self._node(record.number), record)
+            case AnchorLeft():
+                node = self._node(record.number)
+                self._lift(node, record.end, record.tier)
+                node.cut()
+
+    def freeze(self) -> list[Part]:
+        """All that there is now, parents first: copies. What is in several media comes once for each."""
+        found, nodes = list[Part](), list(self._tops.values())
+        for node in nodes:  # they grow meanwhile
+            nodes.extend(node.children.values())
+            for medium, (first, end) in zip(MEDIA, node.spans, strict=False):
+                if first < end:
+                    found.append((node.stretch(first, end), medium, self._group))
+        found.extend(self._frozen_units(nodes) if self._rows else ())
+        return found
+
+    def stored(self, part: Part) -> Sequence[BlockStored]:
+        """The events that tell of a part."""
+        return list(self._teller.stored(*part))
+
+    # -- records
+
+    def _node(self, number: int) -> Node:
+        node = self._nodes.get(number)
+        if node is None:
+            raise CodecError(f"a record of run {number}, of which nothing was told")
+        return node
+
+    def _siblings(self, node: Node) -> dict[int, Node]:
+        return self._tops if node.parent is None else node.parent.children
+
+    def _take_whole(self, record: WholeRun) -> None:
+        node = self._nodes.get(record.number)
+        if node is None:
+            parent = self._node(record.parent) if record.parent else None
+            node = self._nodes[record.number] = Node(parent, record.namespace, self._block_bytes)
+            self._siblings(node)[record.number] = node
+        node.grow(0, record.tokens, record.extras, self._naming)
+        self._arrive(node, 0, 0, record.num_gpu)
+        self._arrive(node, 1, record.cpu_start, record.cpu_start + record.num_cpu)
+
+    def _arrive(self, node: Node, tier: int, first: int, end: int) -> None:
+        for start, stop in node.arrive(tier, first, end):
+            self._events.extend(self._teller.stored(node.stretch(start, stop), MEDIA[tier], self._group))
+
+    def _leave(self, node: Node, tier: int, first: int, end: int) -> None:
+        first, end = node.leave(tier, first, end)
+        if first < end:
+            self._remove(tier, self._group, node.digests[first * HASH_BYTES : end * HASH_BYTES])
+
+    def _remove(self, tier: int, group: int | None, digests: bytes | bytearray) -> None:
+        names = self._teller.names(digests)
+        self._events.append(BlockRemoved(block_hashes=names, medium=MEDIA[tier], group_idx=group))
+
+    def _end(self, number: int) -> None:
+        """A run has gone, with all below it. One that is not known went with the one above it."""
+        if (top := self._nodes.get(number)) is None:
+            return
+        below = [(number, top)]
+        for _, node in below:  # it grows meanwhile
+            below.extend(node.children.items())
+        for each, node in reversed(below):
+            for tier, (first, end) in enumerate(node.spans):
+                for place in list(node.anchors[tier]):
+                    self._lift(node, place, tier)
+                self._leave(node, tier, first, end)
+            del self._nodes[each]
+        del self._siblings(top)[number]
+        if top.parent is not None:
+            top.parent.cut()
+
+    def _part(self, record: RunParted) -> None:
+        lower = self._node(record.lower)
+        siblings = self._siblings(lower)
+        upper = lower.part(record.num_blocks)
+        del siblings[record.lower]
+        siblings[record.upper] = self._nodes[record.upper] = upper
+        upper.children[record.lower] = lower
+
+    # -- checkpoints
+
+    def _anchor(self, node: Node, record: AnchorCame) -> None:
+        there = node.anchors[record.tier]
+        if not 0 < record.end <= node.num_blocks:
+            raise CodecError(f"a checkpoint comes behind block {record.end} of a run of {node.num_blocks}")
+        if record.end not in there:
+            there[record.end] = record.boundary
+            for row, whole in self._units(node, record.end, record.boundary):
+                for part in self._turned(whole, row, record.tier, 1):
+                    self._events.extend(self._teller.stored(part, MEDIA[record.tier], row))
+
+    def _lift(self, node: Node, place: int, tier: int) -> None:
+        boundary = node.anchors[tier].pop(place, None)
+        for row, whole in self._units(node, place, boundary) if boundary is not None else ():
+            for part in self._turned(whole, row, tier, -1):
+                self._remove(tier, row, part.digests)
+
+    def _units(self, node: Node, place: int, boundary: int) -> Iterator[tuple[int, Stretch]]:
+        """For each row, its number and the blocks that are read of it behind a boundary."""
+        for number, row in enumerate(self._rows, start=1):
+            if count := row.num_units_at(boundary):
+                yield number, node.last(place, count)
+
+    def _turned(self, whole: Stretch, row: int, tier: int, change: int) -> Iterator[Stretch]:
+        """Count the units of these blocks; those of which this is the first, or the last was taken."""
+        turned = []
+        for at in range(whole.num_blocks):
+            key = row, tier, whole.digests[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+            self._num_units[key] += change
+            if self._num_units[key] == (change > 0):
+                turned.append(at)
+            if not self._num_units[key]:
+                del self._num_units[key]
+        for first, end in stretches(turned):
+            yield whole.part(first, end)
+
+    def _frozen_units(self, nodes: Sequence[Node]) -> Iterator[Part]:
+        told = set[tuple[int, int, bytes]]()
+        for node in nodes:
+            for tier, there in enumerate(node.anchors):
+                for place, boundary in there.items():
+                    for row, whole in self._units(node, place, boundary):
+                        parts = [whole.part(at, at + 1) for at in range(whole.num_blocks)]
+                        fresh = [at for at, part in enumerate(parts) if (row, tier, part.digests) not in told]
+                        told.update((row, tier, part.digests) for part in parts)
+                        for first, end in stretches(fresh):
+                            yield whole.part(first, end), MEDIA[tier], row

@@ -1,0 +1,269 @@
+"""A stream of messages that many hear: numbered, sent again on request, and questions beside it. Over ZeroMQ.
+
+Wire format, as vLLM's publisher has it: PUB frames `topic, sequence (8 bytes, big-endian), payload`. ROUTER: a request
+`"", start (8 bytes)` is answered by frames `"", topic, sequence, payload` for each message from there on that is still
+kept, and by `"", "", -1, ""` behind the last. Any other request `"", question` is its owner's to answer: `"", answer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from fastdeploy_cache.errors import IPCError
+from fastdeploy_cache.ipc.peer_channel import CurveKeys
+
+_END = (-1).to_bytes(8, "big", signed=True)
+_MOST_SEQUENCE = 2**63 - 1
+_MAX_REQUEST_BYTES = 2**20 + 4096
+_MAX_MESSAGE_BYTES = 64 * 2**20
+_MOST_UNSENT = 4096  # messages to one that does not read; then it misses some
+_ALIVE_MILLISECONDS, _DEAD_MILLISECONDS = 5_000, 20_000
+_DOMAIN = "events"
+
+
+class StreamAddress(NamedTuple):
+    """Where a stream is heard, and where questions about it are asked. `keys`: of a host that others may reach."""
+
+    endpoint: str
+    replay_endpoint: str
+    topic: bytes = b""
+    keys: CurveKeys | None = None
+
+
+class EventOutlet:
+    """The publisher's end. Nothing here waits: who does not read in time misses messages, and sees that by their
+    numbers. One thread at a time."""
+
+    def __init__(self, address: StreamAddress, num_kept: int, num_kept_bytes: int) -> None:
+        """The last `num_kept` messages are kept, or fewer that have so many bytes together.
+
+        Raises:
+            IPCError: an address cannot be had.
+        """
+        self._topic, self._num_kept, self._num_kept_bytes = address.topic, num_kept, num_kept_bytes
+        self.next_sequence = 0
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._num_bytes = 0
+        self._authenticator: ThreadAuthenticator | None = None
+        self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
+        try:
+            if address.keys is not None:
+                self._authenticator = ThreadAuthenticator(self._context)
+                self._authenticator.start()
+                self._authenticator.configure_curve(domain=_DOMAIN, location=str(Path(address.keys.folder) / "trusted"))
+            self._publisher = self._bound(zmq.PUB, address.endpoint, address.keys)
+            self.requests = self._bound(zmq.ROUTER, address.replay_endpoint, address.keys)
+            self.requests.set(zmq.ROUTER_MANDATORY, 1)
+        except BaseException:
+            self.close()
+            raise
+
+    def _bound(self, kind: int, endpoint: str, keys: CurveKeys | None) -> zmq.Socket[Any]:
+        socket = _new_socket(self._context, kind, endpoint)
+        socket.set(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
+        if kind == zmq.ROUTER:
+            socket.set(zmq.SNDHWM, self._num_kept + _MOST_UNSENT)  # all that is kept can be asked for at once
+        if keys is not None:
+            socket.set(zmq.ZAP_DOMAIN, _DOMAIN.encode())
+            socket.set(zmq.CURVE_SERVER, 1)
+            socket.set(zmq.CURVE_SECRETKEY, keys.secret)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise IPCError(f"cannot publish at {endpoint}: {error}; choose another address") from error
+        return socket
+
+    def publish(self, payload: bytes) -> int:
+        """Send a message to all who listen; returns its sequence."""
+        sequence = self.next_sequence
+        self.next_sequence += 1
+        self._kept.append((sequence, payload))
+        self._num_bytes += len(payload)
+        while len(self._kept) > self._num_kept or (self._num_bytes > self._num_kept_bytes and len(self._kept) > 1):
+            self._num_bytes -= len(self._kept.popleft()[1])
+        self._publisher.send_multipart([self._topic, sequence.to_bytes(8, "big"), payload], zmq.NOBLOCK, copy=False)
+        return sequence
+
+    def get_question(self) -> tuple[bytes, bytes] | None:
+        """The next question, and who asks; None: there is none. Requests for messages are answered on the way."""
+        while True:
+            try:
+                frames = self.requests.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            if len(frames) != 3 or frames[1]:
+                continue
+            if len(frames[2]) != len(_END):
+                return frames[0], frames[2]
+            self._replay(frames[0], int.from_bytes(frames[2], "big"))
+
+    def answer(self, asker: bytes, answer: bytes) -> None:
+        """Answer a question, unless its asker has gone or does not read."""
+        self._send(asker, [answer])
+
+    def _replay(self, asker: bytes, start: int) -> None:
+        if start <= _MOST_SEQUENCE:
+            for sequence, payload in self._kept:
+                is_wanted = sequence >= start
+                if is_wanted and not self._send(asker, [self._topic, sequence.to_bytes(8, "big"), payload]):
+                    return
+        self._send(asker, [b"", _END, b""])
+
+    def _send(self, asker: bytes, frames: list[bytes]) -> bool:
+        try:
+            self.requests.send_multipart([asker, b"", *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError:  # it has gone, or has not read what it asked for before
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the sockets; what nobody has read is lost."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        self._context.destroy(linger=0)
+
+
+class Heard(NamedTuple):
+    """A message of the stream; `is_replayed`: it was asked for. Sequence -1 stands for the end of those."""
+
+    sequence: int
+    payload: bytes
+    is_replayed: bool
+
+
+class Answered(NamedTuple):
+    """The answer to a question."""
+
+    answer: bytes
+
+
+class Disconnected(NamedTuple):
+    """The connection to the stream is gone. It is made again by itself; what comes next comes by the new one."""
+
+
+class EventInlet:
+    """A listener's end. One thread at a time."""
+
+    def __init__(self, address: StreamAddress, publisher_key: bytes = b"") -> None:
+        """`publisher_key`: its public key, where it has keys.
+
+        Raises:
+            IPCError: an address is none.
+        """
+        self._address, self._publisher_key = address, publisher_key
+        self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
+        self._watch: zmq.Socket[Any] | None = None
+        try:
+            self.stream = self._new(zmq.SUB, address.endpoint)
+            self.stream.set(zmq.SUBSCRIBE, address.topic)
+            self._watch = self.stream.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._connect(self.stream, address.endpoint)
+            self.answers = self._new(zmq.DEALER, address.replay_endpoint)
+            self._connect(self.answers, address.replay_endpoint)
+        except BaseException:
+            self.close()
+            raise
+
+    def _new(self, kind: int, endpoint: str) -> zmq.Socket[Any]:
+        socket, keys = _new_socket(self._context, kind, endpoint), self._address.keys
+        socket.set(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        socket.set(zmq.RECONNECT_IVL, 50)
+        socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+        if keys is not None:
+            socket.set(zmq.CURVE_SERVERKEY, self._publisher_key)
+            socket.set(zmq.CURVE_PUBLICKEY, keys.public)
+            socket.set(zmq.CURVE_SECRETKEY, keys.secret)
+        return socket
+
+    @staticmethod
+    def _connect(socket: zmq.Socket[Any], endpoint: str) -> None:
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise IPCError(f"cannot listen to {endpoint}: {error}; give tcp://HOST:PORT or ipc://PATH") from error
+
+    def get(self) -> Heard | Answered | Disconnected | None:
+        """What has come next; None: nothing.
+
+        A disconnection is looked for behind each message that was read, and told in front of it. The context's thread
+        notes it before it connects anew: so a message of the next connection is never taken for one of the last.
+        """
+        heard = self._heard()
+        if self._has_disconnected():
+            return Disconnected()  # what was heard may be of either connection: it counts as lost
+        return heard if heard is not None else self._answered()
+
+    def _heard(self) -> Heard | None:
+        while True:
+            try:
+                frames = self.stream.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            if len(frames) == 3 and frames[0] == self._address.topic and len(frames[1]) == 8:  # a topic is a prefix
+                return Heard(int.from_bytes(frames[1], "big"), frames[2], is_replayed=False)
+
+    def _answered(self) -> Heard | Answered | None:
+        try:
+            frames = self.answers.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        if len(frames) == 2:
+            return Answered(frames[1])
+        if len(frames) == 4 and len(frames[2]) == 8:
+            return Heard(int.from_bytes(frames[2], "big", signed=True), frames[3], is_replayed=True)
+        return Answered(b"")
+
+    def _has_disconnected(self) -> bool:
+        assert self._watch is not None
+        has = False
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._watch.recv_multipart(zmq.NOBLOCK)
+                has = True
+        if has:  # answers of the old one may still lie there, and would be taken for the new one's
+            self.renew()
+        return has
+
+    def renew(self) -> None:
+        """Forget what was asked: answers to that come no more."""
+        self.answers.close(linger=0)
+        self.answers = self._new(zmq.DEALER, self._address.replay_endpoint)
+        self._connect(self.answers, self._address.replay_endpoint)
+
+    def ask(self, question: bytes) -> None:
+        """Send a question, or eight bytes for messages from there on; lost where the other end does not read."""
+        with contextlib.suppress(zmq.Again):
+            self.answers.send_multipart([b"", question], zmq.NOBLOCK)
+
+    def sources(self) -> list[zmq.Socket[Any]]:
+        """What is readable when `get` has something; another list after each `renew`."""
+        assert self._watch is not None
+        return [self.stream, self._watch, self.answers]
+
+    def close(self) -> None:
+        """Close the sockets."""
+        if self._watch is not None:
+            self.stream.disable_monitor()
+            self._watch.close(linger=0)
+            self._watch = None
+        self._context.destroy(linger=0)
+
+
+def _new_socket(context: zmq.Context[Any], kind: int, endpoint: str) -> zmq.Socket[Any]:
+    try:
+        socket: zmq.Socket[Any] = context.socket(kind)
+    except zmq.ZMQError as error:
+        raise IPCError(f"cannot make a socket: {error}; raise the limit of open files") from error
+    socket.set(zmq.LINGER, 0)
+    socket.set_hwm(_MOST_UNSENT)
+    socket.set(zmq.IPV6, endpoint.startswith("tcp://["))
+    socket.set(zmq.HEARTBEAT_IVL, _ALIVE_MILLISECONDS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, _DEAD_MILLISECONDS)
+    return socket
