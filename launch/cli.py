@@ -254,6 +254,17 @@ def simulation(
     raise typer.Exit(0 if run(json, steps, seed) else 1)
 
 
+@bench_app.command("events", epilog="Example: fastdeploy-cache bench events --json events.json")
+def bench_events(
+    json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
+    blocks: Annotated[int, typer.Option(min=1000, help="Of the cache that a listener comes to.")] = 100_000,
+) -> None:
+    """What publishing events costs a request, and how soon a listener knows all. Status 1: a figure missed."""
+    from fastdeploy_cache.launch.bench.events_command import bench_events as run
+
+    raise typer.Exit(0 if run(json, blocks) else 1)
+
+
 @engines_app.command(epilog="Example: fastdeploy-cache engines vllm --only-answers --json lane.json")
 def vllm(
     json: Annotated[Path | None, typer.Option(help="Also write the tables to this file; - is standard output.")] = None,

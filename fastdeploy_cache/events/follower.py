@@ -72,6 +72,7 @@ class Follower:
         self._num_held_bytes = 0
         self._number = 0  # of the last question
         self._snapshot = self._piece = 0
+        self.is_refused = False  # it is asked again later: see `on_silence`
         self._is_silent = False  # nothing is on its way: what the publisher has sent and has not come is lost
         self._question: Question | ReplayFrom | None = None
         self._ask_snapshot()
@@ -80,6 +81,11 @@ class Follower:
     def is_current(self) -> bool:
         """Whether the index is what the publisher had when it sent the last message that came."""
         return self.state is FollowState.CURRENT
+
+    @property
+    def last_sequence(self) -> int:
+        """Of the last message that was taken in; -1: none was."""
+        return self._expected - 1
 
     @property
     def is_asking(self) -> bool:
@@ -140,6 +146,7 @@ class Follower:
             return
         if isinstance(answer, Refusal):
             self._lose()
+            self._question, self.is_refused = None, True
         elif isinstance(answer, PublisherState):
             if self.state is FollowState.LOST and answer.snapshot is not None:
                 self._begin_filling(answer, answer.snapshot)
@@ -163,6 +170,7 @@ class Follower:
         return self._number
 
     def _ask_snapshot(self) -> None:
+        self.is_refused = False
         self._question = AskSnapshot(number=self._next_number())
 
     def _begin_filling(self, answer: PublisherState, snapshot: int) -> None:

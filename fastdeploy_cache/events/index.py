@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastdeploy_cache.events.wire import MEDIA, AllBlocksCleared, BlockName, BlockRemoved, BlockStored, Event
@@ -30,35 +30,31 @@ class PrefixFound:
 
 
 class BlockIndex:
-    """Blocks by name. One thread at a time."""
+    """Blocks by name. One thread at a time.
+
+    Attributes:
+        blocks: of the full row, the media that each is in, as bits: 1 GPU, 2 CPU, 4 DISK.
+        units: the same of the other groups of a hybrid model, by group and name.
+    """
 
     def __init__(self) -> None:
-        self._media: dict[BlockName, int] = {}  # bits, of the full row
-        self._units: dict[tuple[int, BlockName], int] = {}  # bits, of the other groups of a hybrid model
+        self.blocks: dict[BlockName, int] = {}  # bits, of the full row
+        self.units: dict[tuple[int, BlockName], int] = {}  # bits, of the other groups of a hybrid model
         self._groups: dict[int, tuple[str, int]] = {}  # their kind and window
         self._num = Counter[tuple[int, str]]()
 
     def clear(self) -> None:
         """Nothing is known."""
-        self._media.clear()
-        self._units.clear()
+        self.blocks.clear()
+        self.units.clear()
         self._num.clear()
 
     def __len__(self) -> int:
-        return len(self._media)
+        return len(self.blocks)
 
     def num_blocks(self, medium: str, group: int = 0) -> int:
         """How many blocks are in a medium."""
         return self._num[group, medium]
-
-    def items(self) -> Iterable[tuple[BlockName, frozenset[str]]]:
-        """Every block of the full row, and the media that it is in."""
-        for name, bits in self._media.items():
-            yield name, frozenset([medium for medium, bit in _BITS.items() if bits & bit])
-
-    def units(self) -> dict[tuple[int, BlockName], frozenset[str]]:
-        """Every unit of the other groups, and the media that it is in."""
-        return {key: frozenset([m for m, bit in _BITS.items() if bits & bit]) for key, bits in self._units.items()}
 
     def apply(self, event: Event) -> None:
         """Take an event in. One that says what is known already changes nothing."""
@@ -79,35 +75,35 @@ class BlockIndex:
     def _store(self, names: Sequence[BlockName], group: int, medium: str, bit: int) -> None:
         num_new = 0
         for name in names:
-            bits = self._units.get((group, name), 0) if group else self._media.get(name, 0)
+            bits = self.units.get((group, name), 0) if group else self.blocks.get(name, 0)
             num_new += not bits & bit
             if group:
-                self._units[group, name] = bits | bit
+                self.units[group, name] = bits | bit
             else:
-                self._media[name] = bits | bit
+                self.blocks[name] = bits | bit
         self._num[group, medium] += num_new
 
     def _remove(self, event: BlockRemoved, group: int, medium: str, bit: int) -> None:
         for name in event.block_hashes:
-            bits = self._units.get((group, name), 0) if group else self._media.get(name, 0)
+            bits = self.units.get((group, name), 0) if group else self.blocks.get(name, 0)
             if not bits & bit:
                 continue
             self._num[group, medium] -= 1
             if left := bits & ~bit:
                 if group:
-                    self._units[group, name] = left
+                    self.units[group, name] = left
                 else:
-                    self._media[name] = left
+                    self.blocks[name] = left
             elif group:
-                del self._units[group, name]
+                del self.units[group, name]
             else:
-                del self._media[name]
+                del self.blocks[name]
 
     def find(self, names: Sequence[BlockName], block_size: int) -> PrefixFound:
         """How many leading blocks of a prompt, called so, are there."""
         bits = list[int]()
         for name in names:
-            there = self._media.get(name, 0)
+            there = self.blocks.get(name, 0)
             if not there:
                 break
             bits.append(there)
@@ -131,4 +127,4 @@ class BlockIndex:
             first = end * block_size // window * window // block_size if window else end - 1
         else:
             first = max(0, end * block_size - window + 1) // block_size
-        return all(self._units.get((group, names[at]), 0) for at in range(first, end))
+        return all(self.units.get((group, names[at]), 0) for at in range(first, end))

@@ -22,7 +22,7 @@ from fastdeploy_cache.ipc.event_stream import Answered, Disconnected, EventInlet
 from fastdeploy_cache.ipc.peer_channel import load_keys
 from fastdeploy_cache.ipc.poller import Poller, Wakeup
 
-_ANSWER_SECONDS = 2.0  # then a question is asked again
+_ANSWER_SECONDS, _REFUSED_SECONDS = 2.0, 0.2  # then a question is asked again
 _FIRST_SILENCE_SECONDS = 5.0  # while nobody has said how often a heartbeat comes
 _NUM_HEARTBEATS = 4  # that may be missed
 _LONGEST_SECONDS = 3600.0
@@ -168,12 +168,12 @@ class Mirror:
     def _silent_at(self) -> float:
         """When a missing answer, or message, says something."""
         if self._follower.is_asking:
-            return self._asked_at + _ANSWER_SECONDS
+            return self._asked_at + (_REFUSED_SECONDS if self._follower.is_refused else _ANSWER_SECONDS)
         return self._heard_at + (_NUM_HEARTBEATS * self._follower.heartbeat_seconds or _FIRST_SILENCE_SECONDS)
 
     def _listen(self) -> None:
         with self._lock:
-            was_current, follower = self._follower.is_current, self._follower
+            follower = self._follower
             for _ in range(_MOST_AT_ONCE):
                 heard = self._inlet.get()
                 if heard is None:
@@ -185,8 +185,7 @@ class Mirror:
                 self._inlet.renew()
                 self._follower.on_silence()
                 self._heard_at = self._clock.now()
-            if self._follower.is_current != was_current:
-                self._lock.notify_all()
+            self._lock.notify_all()
 
     def _take_in(self, heard: Heard | Answered | Disconnected) -> None:
         follower = self._follower

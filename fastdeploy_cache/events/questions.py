@@ -25,7 +25,7 @@ class AskSnapshot(_Question, frozen=True, tag="snapshot"):
 
 
 class AskPiece(_Question, frozen=True, tag="piece"):
-    """One piece of a snapshot, from 0 on, each behind the one before; the last may be asked for again."""
+    """One piece of a snapshot, from 0 on, each behind the one before. With its last piece a snapshot is over."""
 
     snapshot: int
     piece: int

@@ -20,6 +20,7 @@ from fastdeploy_cache.ipc.shortage import is_shortage
 from fastdeploy_cache.launch.faults.free_blocks import FreeBlockWatch
 from fastdeploy_cache.launch.faults.kv_bytes import Content, KVBytes
 from fastdeploy_cache.launch.faults.kv_workers import KVWorkers
+from fastdeploy_cache.launch.faults.listeners import Listeners
 from fastdeploy_cache.launch.faults.row_bytes import HYBRID_LAYOUT, NUM_FULL_LAYERS, RowBytes
 from fastdeploy_cache.launch.faults.stage import Mail, StoryStage, Watch
 from fastdeploy_cache.launch.faults.story import BLOCK_SIZE, Act, Settings
@@ -160,7 +161,10 @@ class StoryEngine:
             self.world.host.sleep(0.01)
             self._map(cache)
         self.free_blocks = FreeBlockWatch(cache)
-        watches = [new_watch(cache) for new_watch in self.world.watches]
+        rows = self.config().rank_layout()
+        behind = rows.rows[1:] if rows is not None else ()
+        listeners = Listeners(cache._books.tree, behind, seed=self.number, num_moments=4)
+        watches = [listeners, *[new_watch(cache) for new_watch in self.world.watches]]
         self.users = [StoryUser(self, number, cache) for number in range(len(self.acts))]
         start = self.world.host.start_thread
         threads = [start(f"user{user.number}", user.run, self.acts[user.number]) for user in self.users]

@@ -11,8 +11,8 @@ from fastdeploy_cache import CacheConfig, Match, PrefixCacheManager, Request
 from fastdeploy_cache.books.block_pool import RUN
 from fastdeploy_cache.errors import CommitError, OutOfBlocksError, PromptTooLongError
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
+from fastdeploy_cache.launch.faults.listeners import Listeners
 from fastdeploy_cache.request import Image
-from tests.rigs.event_mirror import EventMirror
 from tests.rigs.simulated_client import SimulatedClient
 from tests.rigs.simulated_peers import SimulatedPeers
 from tests.rigs.tap_mirror import TapMirror
@@ -66,7 +66,7 @@ class CacheModel:
         )
         self.cache = PrefixCacheManager(config, client=self.client, peer_client=self.peers, clock=clock)
         self.mirror = TapMirror(self.cache._books.tree)
-        self.listener = EventMirror(self.cache._books.tree)
+        self.listener = Listeners(self.cache._books.tree)
         self.live: list[LiveRequest] = []
         self.committed: set[Prefix] = set()
         self.epoch = 0

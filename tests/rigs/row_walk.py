@@ -6,8 +6,8 @@ from fastdeploy_cache.books.block_pool import REQUEST, RUN, TASK
 from fastdeploy_cache.books.row_invariants import check_rows
 from fastdeploy_cache.books.run import CPU, GPU
 from fastdeploy_cache.books.tier_loss import drop_cpu, drop_gpu
+from fastdeploy_cache.launch.faults.listeners import Listeners
 from fastdeploy_cache.policies.eviction import RANKING_POLICIES
-from tests.rigs.event_mirror import EventMirror
 from tests.rigs.row_bench import SIZE, RowBench
 from tests.rigs.row_copies import RowCopies
 from tests.rigs.row_requests import RowRequests
@@ -21,7 +21,7 @@ class RowWalk:
         self.bench = RowBench(seed, model, policy, scarcity=scarcity)
         self.requests = RowRequests(self.bench)
         self.copies = RowCopies(self.bench, self.requests.settle)
-        self.listener = EventMirror(self.bench.tree, self.bench.rows, every=25)
+        self.listener = Listeners(self.bench.tree, self.bench.rows, seed=seed)
 
     def press(self) -> None:
         """Somebody takes blocks or units, as many as there are at most, and gives them back."""

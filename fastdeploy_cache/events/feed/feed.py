@@ -172,6 +172,11 @@ class EventFeed:
             self._send()
         self._send()
 
+    def tell_anew(self) -> None:
+        """Whatever the publisher knows, tell it all that is cached from the begin."""
+        self._is_new = True
+        self._wake.set()
+
     def _hear(self) -> None:
         while self._answers:
             result = self._answers.popleft()

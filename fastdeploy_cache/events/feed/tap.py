@@ -76,6 +76,11 @@ class EventTap:
         self._to_tell.clear()
 
     @property
+    def num_noted(self) -> int:
+        """How many notes there were so far, also those that nobody has taken yet."""
+        return self.num_notes + len(self._notes)
+
+    @property
     def is_on(self) -> bool:
         """Whether anything is noted."""
         return self._is_on
@@ -148,8 +153,10 @@ class EventTap:
         if number in self._unsettled:  # also of an epoch that is over: it was noted before that
             self._settle()
         if number > self._base and not first:
-            run.number = 0
-            self._put((_GONE, number))
+            self.note_forgotten()  # a reset removes runs before its turn is over
+            if number > self._base:
+                run.number = 0
+                self._put((_GONE, number))
 
     def parted(self, upper: Run, lower: Run) -> None:
         """See `Taps`."""

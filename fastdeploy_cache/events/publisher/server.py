@@ -6,30 +6,16 @@ engine waits for nothing of it.
 
 from __future__ import annotations
 
-import hmac
 import logging
 import math
 import os
 from pathlib import Path
 
-from fastdeploy_cache.errors import CodecError, ConfigError, IPCError, PeerRefusedError, QueueDisconnectedError
-from fastdeploy_cache.events.index import BlockIndex
+from fastdeploy_cache.errors import ConfigError, IPCError, PeerRefusedError, QueueDisconnectedError
 from fastdeploy_cache.events.journal import decode_records
-from fastdeploy_cache.events.names import name_blocks
+from fastdeploy_cache.events.publisher.answers import Answers
 from fastdeploy_cache.events.publisher.setup import PublisherSetup
-from fastdeploy_cache.events.publisher.snapshots import KeptSnapshots
 from fastdeploy_cache.events.publisher.tree import ToldTree
-from fastdeploy_cache.events.questions import (
-    Answer,
-    AskPiece,
-    AskPrefix,
-    AskSnapshot,
-    PrefixAnswer,
-    PublisherState,
-    Question,
-    Refusal,
-    SnapshotPiece,
-)
 from fastdeploy_cache.events.wire import AllBlocksCleared, Event, encode_batch
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.codec import decode, encode
@@ -68,7 +54,6 @@ class PublisherServer:
             IPCError: a later start cannot have an address.
         """
         self._setup, self._signal = setup, signal
-        self._epoch = int.from_bytes(SYSTEM_CLOCK.random_bytes(8), "big") >> 1
         try:
             self._tree = ToldTree(setup.scheme, setup.rows)
             keys = load_keys(Path(setup.keys_folder)) if setup.keys_folder is not None else None
@@ -78,9 +63,8 @@ class PublisherServer:
             if setup.incarnation == 1 and not is_shortage(error):
                 raise PeerRefusedError(str(error)) from error
             raise
-        self._naming = setup.scheme.names()
-        self._index = BlockIndex() if setup.token is not None else None
-        self._snapshots = KeptSnapshots(self._tree.stored, setup.scheme.block_size)
+        epoch = int.from_bytes(SYSTEM_CLOCK.random_bytes(8), "big") >> 1
+        self._answers = Answers(self._tree, setup, epoch, SYSTEM_CLOCK)
         self._lanes: dict[Lane, RankQueue] = {}
         self._stopped_lanes: set[Lane] = set()
         self._sent_at = SYSTEM_CLOCK.now()
@@ -123,10 +107,10 @@ class PublisherServer:
         for _ in range(_MOST_QUESTIONS):
             if (asked := self._outlet.get_question()) is None:
                 break
-            self._answer(*asked)
+            self._outlet.answer(asked[0], self._answers.answer(asked[1], self._outlet.next_sequence))
         now = SYSTEM_CLOCK.now()
         if now - self._sent_at >= self._setup.interval_seconds:
-            self._snapshots.drop_idle(now)
+            self._answers.drop_idle()
             self._publish([])
 
     # -- what the engine tells
@@ -135,73 +119,16 @@ class PublisherServer:
         for record in decode_records(message.task.detail):  # what does not fit ends this process: all is told anew then
             self._tree.apply(record)
         events = self._tree.take()
-        if self._index is not None:
-            for event in events:
-                self._index.apply(event)
+        self._answers.take_in(events)
         for batch in _batches(events):
             self._publish(batch)
-        counts = {"sequence": self._outlet.next_sequence, "snapshots": len(self._snapshots)}
+        counts = {"sequence": self._outlet.next_sequence}
         result = RankResult(rank=self._setup.rank, num_bytes=len(message.task.detail), counts=counts)
         self._lanes[lane].put(encode(DoneMessage(message.task.task_id, self._setup.incarnation, result)))
 
     def _publish(self, events: list[Event]) -> None:
         self._outlet.publish(encode_batch(SYSTEM_CLOCK.unix(), events, self._setup.data_parallel_rank))
         self._sent_at = SYSTEM_CLOCK.now()
-
-    # -- what listeners ask
-
-    def _answer(self, asker: bytes, data: bytes) -> None:
-        try:
-            question: Question = decode(data, Question)
-        except CodecError as error:
-            self._outlet.answer(asker, encode(Refusal(number=0, reason=f"{error}"[:200])))
-            return
-        try:
-            answer = self._answer_to(question)
-        except LookupError:
-            answer = Refusal(number=question.number, reason="there is no such piece now, or too many take snapshots")
-        except ValueError as error:
-            answer = Refusal(number=question.number, reason=str(error))
-        self._outlet.answer(asker, encode(answer))
-
-    def _answer_to(self, question: Question) -> Answer:
-        now = SYSTEM_CLOCK.now()
-        if isinstance(question, AskPiece):
-            events, is_last = self._snapshots.piece(question.snapshot, question.piece, now)
-            payload = encode_batch(SYSTEM_CLOCK.unix(), events, self._setup.data_parallel_rank)
-            where = {"snapshot": question.snapshot, "piece": question.piece}
-            return SnapshotPiece(number=question.number, payload=payload, is_last=is_last, **where)
-        if isinstance(question, AskPrefix):
-            return self._prefix(question)
-        snapshot = self._snapshots.begin(self._tree.freeze(), now) if isinstance(question, AskSnapshot) else None
-        return PublisherState(
-            number=question.number,
-            epoch=self._epoch,
-            sequence=self._outlet.next_sequence,
-            scheme=self._setup.scheme,
-            heartbeat_seconds=self._setup.interval_seconds,
-            snapshot=snapshot,
-        )
-
-    def _prefix(self, question: AskPrefix) -> Answer:
-        token = self._setup.token
-        if self._index is None or token is None:
-            raise ValueError("this publisher answers no questions about prompts; set events.query_token_file")
-        if not hmac.compare_digest(question.token.encode(), token.encode()):
-            raise ValueError("the token is wrong")
-        if (question.token_ids is None) == (question.names is None):
-            raise ValueError("give either token_ids or names")
-        names = question.names
-        if question.token_ids is not None:
-            names = [*name_blocks(self._setup.scheme, self._naming, question.token_ids, question.namespace)]
-        found = self._index.find(names or [], self._setup.scheme.block_size)
-        return PrefixAnswer(
-            number=question.number,
-            num_tokens=found.num_tokens,
-            num_gpu_tokens=found.num_gpu_tokens,
-            num_cpu_tokens=found.num_cpu_tokens,
-            num_disk_tokens=found.num_disk_tokens,
-        )
 
 
 def _batches(events: list[Event]) -> list[list[Event]]:

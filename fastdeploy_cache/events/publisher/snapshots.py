@@ -18,7 +18,8 @@ class _Snapshot:
     def __init__(self, parts: Sequence[Part], stored: Callable[[Part], Sequence[BlockStored]], block_size: int) -> None:
         self._pieces = _pieces(parts, stored, max(1, _PIECE_BLOCKS * 64 // block_size))
         self._next: list[Event] = next(self._pieces, [])
-        self.number, self._last, self._is_last = -1, list[Event](), False
+        self.number, self._last = -1, list[Event]()
+        self._is_last = False
         self.asked_at = 0.0
 
     def piece(self, number: int) -> tuple[list[Event], bool]:
@@ -58,7 +59,10 @@ class KeptSnapshots:
         """A piece, and whether it is the last. Raises `LookupError`: there is no such snapshot, or piece now."""
         found = self._by_number[snapshot]
         found.asked_at = now
-        return found.piece(number)
+        events, is_last = found.piece(number)
+        if is_last:
+            del self._by_number[snapshot]
+        return events, is_last
 
     def drop_idle(self, now: float) -> None:
         """Forget those that nobody asks for any more."""

@@ -1,0 +1,1 @@
+"""Tests of `fastdeploy_cache.events`."""

@@ -1,0 +1,185 @@
+"""The mirror beside a real cache and a real publisher: late, through deaths, stops, losses, and with keys."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from fastdeploy_cache import PrefixCacheManager, Request
+from fastdeploy_cache.errors import ConfigError, IPCError
+from fastdeploy_cache.events import Mirror, PrefixFound
+from fastdeploy_cache.ipc.peer_channel import load_keys, make_keys
+from fastdeploy_cache.launch.faults.listeners import expected_of, known_to
+from tests.rigs.event_rig import SIZE, endpoints, mirror_of, pid_of_publisher, prompt, publishing, serve
+
+pytestmark = pytest.mark.processes
+_SECONDS = 20.0
+
+
+def wait_for(mirror: Mirror, cache: PrefixCacheManager) -> None:
+    """Until it knows what is in the tree, which does not change meanwhile."""
+    with cache._books:
+        expected = expected_of(cache._books.tree)
+    with mirror._lock:
+        mirror._lock.wait_for(lambda: mirror.is_current and known_to(mirror._follower.index) == expected, _SECONDS)
+        assert (mirror.is_current, known_to(mirror._follower.index)) == (True, expected), mirror.counts()
+
+
+def test_a_late_mirror_knows_all() -> None:
+    """What was cached before it came, and what comes behind; by tokens and by namespace."""
+    with publishing() as cache:
+        for number in range(10):
+            serve(cache, f"{number}", prompt(number, shared=2), "tenant" if number % 2 else "")
+        with mirror_of(cache) as mirror:
+            assert mirror.wait_current(_SECONDS)
+            wait_for(mirror, cache)
+            assert mirror.block_size == SIZE
+            assert mirror.find(prompt(3, shared=2), "tenant").num_gpu_tokens == 4 * SIZE
+            assert mirror.find(prompt(3, shared=2)).num_tokens == 2 * SIZE
+            assert mirror.find(prompt(99)) == PrefixFound()
+            serve(cache, "more", prompt(99))
+            wait_for(mirror, cache)
+            assert mirror.find(prompt(99)).num_tokens == 4 * SIZE
+            cache.life.clear()
+            wait_for(mirror, cache)
+            assert mirror.find(prompt(99)) == PrefixFound()
+
+
+def test_a_killed_publisher_is_followed_by_its_successor() -> None:
+    """Until then nothing is said to be cached; afterwards all that is."""
+    with publishing() as cache, mirror_of(cache) as mirror:
+        serve(cache, "a", prompt(1))
+        wait_for(mirror, cache)
+        for _ in range(3):
+            pid = pid_of_publisher(cache)
+            assert pid is not None
+            snapshots = mirror.counts()["snapshots"]
+            os.kill(pid, signal.SIGKILL)
+            with mirror._lock:
+                assert mirror._lock.wait_for(lambda: mirror.counts()["snapshots"] > snapshots, _SECONDS)  # noqa: B023
+            wait_for(mirror, cache)
+            assert mirror.find(prompt(1)).num_tokens == 4 * SIZE
+
+
+def test_a_publisher_that_hangs_is_not_believed() -> None:
+    """A silent one says nothing of what is cached; it is killed and replaced like a rank."""
+    with publishing() as cache, mirror_of(cache) as mirror:
+        serve(cache, "a", prompt(1))
+        wait_for(mirror, cache)
+        pid = pid_of_publisher(cache)
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        with mirror._lock:
+            assert mirror._lock.wait_for(lambda: not mirror.is_current, _SECONDS)
+        assert mirror.find(prompt(1)) == PrefixFound()
+        os.kill(pid, signal.SIGCONT)
+        assert mirror.wait_current(_SECONDS)
+        wait_for(mirror, cache)
+        assert mirror.find(prompt(1)).num_tokens == 4 * SIZE
+
+
+def test_a_mirror_before_its_cache(tmp_path: Path) -> None:
+    """It waits, and is current once somebody publishes there."""
+    endpoint = f"ipc://{tmp_path}/kv"
+    with Mirror(endpoint) as mirror:
+        assert not mirror.wait_current(0.1) and mirror.block_size is None and mirror.names([1]) is None
+        with publishing(endpoint=endpoint) as cache:
+            serve(cache, "a", prompt(1))
+            assert mirror.wait_current(_SECONDS)
+            wait_for(mirror, cache)
+        with mirror._lock:
+            assert mirror._lock.wait_for(lambda: not mirror.is_current, _SECONDS)
+
+
+def test_what_the_publisher_cannot_take_is_told_anew() -> None:
+    """It is stopped while more comes than may wait: that is dropped and counted, and later all is told."""
+    with publishing(3000, 0, max_waiting_bytes=2**20) as cache, mirror_of(cache) as mirror:
+        assert mirror.wait_current(_SECONDS)
+        feed = cache._seen.events
+        assert feed is not None
+        pid = pid_of_publisher(cache)
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        waiting = threading.Event()
+        number = 0
+        while not feed.counts().num_dropped:
+            serve(cache, f"{number}", prompt(number, 200))
+            number += 1
+            waiting.wait(0.01)
+            assert number < 2000, "nothing is dropped, whatever comes"
+        os.kill(pid, signal.SIGCONT)
+        wait_for(mirror, cache)
+        assert feed.counts().num_begun >= 2
+        assert mirror.find(prompt(number - 1, 200)).num_tokens == 200 * SIZE
+
+
+def test_random_traffic_with_deaths() -> None:
+    """After each quiet moment it knows exactly what the tree has."""
+    draw = random.Random(3)
+    with publishing(120, 60) as cache, mirror_of(cache) as mirror:
+        for number in range(300):
+            shared = draw.randrange(3)
+            serve(cache, f"{number}", prompt(draw.randrange(40), 1 + draw.randrange(9), shared=shared))
+            if draw.random() < 0.02 and (pid := pid_of_publisher(cache)) is not None:
+                os.kill(pid, signal.SIGKILL)
+            if draw.random() < 0.02:
+                cache.life.clear()
+            if number % 30 == 29:
+                wait_for(mirror, cache)
+        wait_for(mirror, cache)
+        for number in range(40):
+            for shared in range(3):
+                tokens = prompt(number, 9, shared=shared)
+                found = cache.blocks.lookup(Request(request_id="look", prompt_token_ids=tokens), touch=False)
+                assert mirror.find(tokens).num_tokens == found.num_blocks * SIZE, (number, shared)
+
+
+def test_over_tcp_with_keys(tmp_path: Path) -> None:
+    """Who is trusted follows; who has keys that nobody knows hears nothing."""
+    folders = [tmp_path / name for name in ("publisher", "friend", "stranger")]
+    for folder in folders:
+        make_keys(folder)
+    publisher, friend, stranger = folders
+    (publisher / "trusted" / "friend.key").write_text((friend / "own.key").read_text())
+    key = load_keys(publisher).public
+    with socket.socket() as one, socket.socket() as two:
+        for each in (one, two):
+            each.bind(("127.0.0.1", 0))
+        first, second = (f"tcp://127.0.0.1:{each.getsockname()[1]}" for each in (one, two))
+    with publishing(endpoint=first, replay_endpoint=second, keys_folder=str(publisher)) as cache:
+        serve(cache, "a", prompt(1))
+        with mirror_of(cache, keys_folder=str(friend), publisher_key=key) as mirror:
+            assert mirror.wait_current(_SECONDS)
+            wait_for(mirror, cache)
+        with mirror_of(cache, keys_folder=str(stranger), publisher_key=key) as mirror:
+            assert not mirror.wait_current(1.5)
+
+
+def test_addresses_that_are_none() -> None:
+    """Refused with what to give."""
+    with pytest.raises(ConfigError, match="use tcp://ADDRESS:PORT"):
+        Mirror("localhost:5557")
+    with pytest.raises(IPCError, match="keys of"):
+        Mirror("tcp://10.0.0.1:5557", keys_folder="/nowhere")
+
+
+def test_a_hundred_mirrors() -> None:
+    """All follow one publisher, which serves a few snapshots at a time."""
+    with publishing() as cache:
+        serve(cache, "a", prompt(1))
+        mirrors = [mirror_of(cache) for _ in range(100)]
+        try:
+            assert all(mirror.wait_current(_SECONDS) for mirror in mirrors)
+            serve(cache, "b", prompt(2))
+            for mirror in mirrors:
+                wait_for(mirror, cache)
+        finally:
+            for mirror in mirrors:
+                mirror.close()
+        assert endpoints(cache)
