@@ -32,8 +32,8 @@ class EventsConfig:
         hash_seed: of `sha256_cbor`: the PYTHONHASHSEED of the vLLM that names are to agree with, where it has one.
         num_kept_messages: how many of the last messages can be asked for again.
         kept_bytes: how many bytes these may have together.
-        max_waiting_bytes: what may wait in the engine's process for a publisher that is slow or gone. When it is more,
-            it is dropped, and all that is cached is told anew.
+        max_waiting_changes: how many changes of the tree's shape may wait in the engine's process for a publisher that
+            is slow or gone. When there are more, they are dropped, and all that is cached is told anew.
         heartbeat_seconds: how often an empty message is sent while nothing happens.
         keys_folder: the folder with the keys of this host and of those that may listen, made by `fastdeploy-cache
             peer-keys`.
@@ -52,7 +52,7 @@ class EventsConfig:
     hash_seed: str = "vllm-none-hash"
     num_kept_messages: int = 10_000
     kept_bytes: int = 64 * 2**20
-    max_waiting_bytes: int = 64 * 2**20
+    max_waiting_changes: int = 100_000
     heartbeat_seconds: float = 1.0
     keys_folder: str | None = None
     query_token_file: str | None = None
@@ -69,7 +69,7 @@ class EventsConfig:
         for name, least, most in (
             ("num_kept_messages", 1, 1_000_000),
             ("kept_bytes", 2**20, 2**40),
-            ("max_waiting_bytes", 2**20, 2**40),
+            ("max_waiting_changes", 100, 10_000_000),
             ("heartbeat_seconds", 0.1, 3600.0),
         ):
             if not least <= (value := getattr(self, name)) <= most:

@@ -1,7 +1,8 @@
-"""What an engine tells its publisher: a record for each change of the tree, in their order. Wire format: msgpack.
+"""What an engine tells its publisher of its tree, in this order. Wire format: msgpack arrays.
 
-Runs are told by numbers, which rise and are never used twice. Whoever applies all records from a `Began` on has the
-tree: which blocks each run has in which tier. An interval that comes once more, or goes once more, changes nothing.
+Runs are told by numbers, which rise and are never used twice. A change of shape is told as it happens; what a run has
+is told as it is when the record is made, and not how it came to that. So between a change of shape and the next record
+of a run, the publisher may know fewer blocks of it than it has, or others at its end.
 """
 
 from __future__ import annotations
@@ -20,14 +21,10 @@ class RecordTag(IntEnum):
 
     BEGAN = 0
     CLEARED = 1
-    WHOLE = 2
-    CAME = 3
-    LEFT = 4
-    GONE = 5
-    PARTED = 6
-    JOINED = 7
-    ANCHORED = 8
-    LIFTED = 9
+    RUN = 2
+    GONE = 3
+    PARTED = 4
+    JOINED = 5
 
 
 class Began(msgspec.Struct, array_like=True, tag=int(RecordTag.BEGAN)):
@@ -38,42 +35,32 @@ class TreeCleared(msgspec.Struct, array_like=True, tag=int(RecordTag.CLEARED)):
     """All that was told so far has been forgotten."""
 
 
-class WholeRun(msgspec.Struct, array_like=True, tag=int(RecordTag.WHOLE)):
-    """A run as it is: its tokens, behind which other it comes (0: it begins prompts of a namespace), what is where."""
+class RunTold(msgspec.Struct, array_like=True, tag=int(RecordTag.RUN)):
+    """A run as it is.
+
+    Attributes:
+        parent: the run above it; 0: it begins prompts of `namespace`.
+        num_blocks: how many it has; `tokens` are those of its blocks from `first` on.
+        extras: of these, by block of the run.
+        num_gpu: how many of its first blocks are on the GPU; [cpu_start, cpu_start + num_cpu) are in the CPU tier.
+        anchors: of each of its checkpoints the place in the run, the blocks from the root, and the tiers as bits.
+    """
 
     number: int
-    tokens: bytes
-    num_blocks: int
     parent: int
     namespace: str
+    num_blocks: int
+    first: int
+    tokens: bytes
     extras: dict[int, bytes] | None
     num_gpu: int
     cpu_start: int
     num_cpu: int
-
-
-class Came(msgspec.Struct, array_like=True, tag=int(RecordTag.CAME)):
-    """Blocks of a run have come to a tier; the tokens are those of these blocks, `extras` counts from the first one."""
-
-    number: int
-    tokens: bytes
-    num_blocks: int
-    first: int
-    tier: int
-    extras: dict[int, bytes] | None
-
-
-class BlocksLeft(msgspec.Struct, array_like=True, tag=int(RecordTag.LEFT)):
-    """Blocks of a run have left a tier."""
-
-    number: int
-    tier: int
-    first: int
-    num_blocks: int
+    anchors: list[tuple[int, int, int]]
 
 
 class RunGone(msgspec.Struct, array_like=True, tag=int(RecordTag.GONE)):
-    """A run has gone with all that it had."""
+    """A run has gone with all that it had, and with all below it."""
 
     number: int
 
@@ -87,33 +74,14 @@ class RunParted(msgspec.Struct, array_like=True, tag=int(RecordTag.PARTED)):
 
 
 class RunsJoined(msgspec.Struct, array_like=True, tag=int(RecordTag.JOINED)):
-    """A run has taken in its only child."""
+    """A run, which had so many blocks, has taken in its only child."""
 
     upper: int
     lower: int
+    num_above: int
 
 
-class AnchorCame(msgspec.Struct, array_like=True, tag=int(RecordTag.ANCHORED)):
-    """A checkpoint behind the first `end` blocks of a run, `boundary` blocks from the root, has come to a tier."""
-
-    number: int
-    end: int
-    boundary: int
-    tier: int
-
-
-class AnchorLeft(msgspec.Struct, array_like=True, tag=int(RecordTag.LIFTED)):
-    """It has left the tier."""
-
-    number: int
-    end: int
-    boundary: int
-    tier: int
-
-
-Record = (
-    Began | TreeCleared | WholeRun | Came | BlocksLeft | RunGone | RunParted | RunsJoined | AnchorCame | AnchorLeft
-)  # fmt: skip
+Record = Began | TreeCleared | RunTold | RunGone | RunParted | RunsJoined
 Note = tuple[Any, ...]  # a record as it is noted, which is packed later
 
 

@@ -21,7 +21,8 @@ from fastdeploy_cache.events.journal import Note
 from fastdeploy_cache.launch.bench.report import Figure, Report, at_most
 
 _SIZE = 16
-_ROUNDS, _REQUESTS = 15, 120
+_ROUNDS, _FILLING, _REQUESTS = 18, 3, 120
+_WORKLOADS = {"prompts of 64 blocks": (64, 0), "a block with each step": (4, 60)}
 _POOL = 4_000  # blocks: full after a few rounds, so that each request evicts
 _RUN_BLOCKS = 10  # of each prompt in the large cache
 _MOST_SECONDS, _MOST_LOCK_MS, _MOST_CALL_US = 1.0, 1.0, 0.5
@@ -44,7 +45,7 @@ def bench_events(json_file: Path | None, num_blocks: int) -> bool:
 @contextmanager
 def _cache(num_blocks: int, *, is_published: bool) -> Iterator[PrefixCacheManager]:
     with tempfile.TemporaryDirectory(prefix="fastdeploy-events-") as folder:
-        events = EventsConfig(endpoint=f"ipc://{folder}/kv", max_waiting_bytes=2**30) if is_published else None
+        events = EventsConfig(endpoint=f"ipc://{folder}/kv") if is_published else None
         config = CacheConfig(
             block_size=_SIZE, num_gpu_blocks=num_blocks, num_cpu_blocks=0, transfer_client="inline", events=events
         )
@@ -73,33 +74,44 @@ def _serve(cache: PrefixCacheManager, number: int, num_blocks: int, num_steps: i
 
 
 def _bench_calls(report: Report) -> None:
-    """Two caches in turn, one of which publishes. What the second costs more is shared out to what it noted."""
-    lines = {"prompts of 64 blocks": (64, 0), "a block with each step": (4, 60)}
-    for name, (num_blocks, num_steps) in lines.items():
+    """Two caches in turn, one of which publishes. What that one costs more is shared out to the calls of its tap."""
+    for name, (num_blocks, num_steps) in _WORKLOADS.items():
         with ExitStack() as stack:
             caches = {on: stack.enter_context(_cache(_POOL, is_published=on)) for on in (False, True)}
-            feed = caches[True]._seen.events
-            assert feed is not None
-            more, seconds = list[float](), dict[bool, list[float]]({False: [], True: []})
+            num_calls = _calls_of_taps(num_blocks, num_steps)
+            seconds = dict[bool, list[float]]({False: [], True: []})
             for number in range(_ROUNDS):
-                before, took = feed.tap.num_noted, dict[bool, float]()
                 for on in (False, True) if number % 2 else (True, False):
                     started = thread_time()
-                    for each in range(number * _REQUESTS, (number + 1) * _REQUESTS):
-                        _serve(caches[on], each, num_blocks, num_steps)
-                    took[on] = thread_time() - started
-                    seconds[on].append(took[on] / _REQUESTS * 1e6)
-                if number > 2:  # the pools are full by then
-                    more.append((took[True] - took[False]) / max(1, feed.tap.num_noted - before) * 1e6)
+                    _serve_round(caches[on], number, num_blocks, num_steps)
+                    if number >= _FILLING:
+                        seconds[on].append((thread_time() - started) / _REQUESTS * 1e6)
+            more = [(on - off) / num_calls for off, on in zip(seconds[False], seconds[True], strict=True)]
             off = Figure("without", median(seconds[False]), "us/request")
             report.line(
-                f"Serving, {name}",
+                f"Serving, {name}, {num_calls:.0f} calls of the tap in a request",
                 off,
                 Figure("with events", median(seconds[True]), "us/request", baseline=off),
-                Figure(
-                    "a call of the tap", median(more), "us", promise=at_most(f"a tap's call, {name}", _MOST_CALL_US)
-                ),
+                Figure("a call", median(more), "us", promise=at_most(f"a call of the tap, {name}, us", _MOST_CALL_US)),
             )
+
+
+def _calls_of_taps(num_blocks: int, num_steps: int) -> float:
+    """Intervals of blocks that come or go in a request, once the pool is full."""
+    calls = list[int]()
+    with _cache(_POOL, is_published=False) as cache:
+        for number in range(_ROUNDS):
+            if number == _FILLING:
+                taps = cache._books.tree.residency.taps  # noqa: SLF001
+                taps.came += (lambda *_: calls.append(1),)
+                taps.left += (lambda *_: calls.append(1),)
+            _serve_round(cache, number, num_blocks, num_steps)
+    return len(calls) / (_ROUNDS - _FILLING) / _REQUESTS
+
+
+def _serve_round(cache: PrefixCacheManager, number: int, num_blocks: int, num_steps: int) -> None:
+    for each in range(number * _REQUESTS, (number + 1) * _REQUESTS):
+        _serve(cache, each, num_blocks, num_steps)
 
 
 def _bench_snapshots(report: Report, num_blocks: int) -> None:
@@ -138,30 +150,24 @@ def _bench_snapshots(report: Report, num_blocks: int) -> None:
 
 def _bench_telling(report: Report, cache: PrefixCacheManager) -> None:
     """All is told anew, as to a new publisher; what the feed does under the lock, in its thread's time."""
-    feed = cache._seen.events
+    feed = cache._seen.events  # noqa: SLF001
     assert feed is not None
     tap, turns, num_begun = feed.tap, list[float](), feed.tap.num_begun
-    is_told, walk, take = threading.Event(), tap.walk, tap.take
+    is_told, take = threading.Event(), tap.take
 
-    def timed_walk(num_runs: int, num_token_bytes: int) -> None:
-        turns.append(-thread_time())
-        walk(num_runs, num_token_bytes)
-        turns[-1] += thread_time()
-
-    def timed_take(num_token_bytes: int) -> list[Note]:
+    def timed_take(num_runs: int, num_token_bytes: int) -> list[Note]:
         started = thread_time()
-        notes = take(num_token_bytes)
-        if turns:
-            turns[-1] += thread_time() - started
-        if tap.num_begun > num_begun and not tap.is_walking and not notes:
+        notes = take(num_runs, num_token_bytes)
+        turns.append(thread_time() - started)
+        if tap.num_begun > num_begun and not tap.is_behind:
             is_told.set()
         return notes
 
-    tap.walk, tap.take = timed_walk, timed_take  # type: ignore[method-assign]
+    tap.take = timed_take  # type: ignore[method-assign]
     feed.tell_anew()
     if not is_told.wait(_WAIT_SECONDS):
         raise LaunchError(f"the cache was not told anew within {_WAIT_SECONDS:.0f} s; see the log")
-    tap.walk, tap.take = walk, take  # type: ignore[method-assign]
+    tap.take = take  # type: ignore[method-assign]
     longest = at_most("the longest turn of a telling, ms", _MOST_LOCK_MS)
     report.line(
         f"{len(turns)} turns of the lock in which all is told",

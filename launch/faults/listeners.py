@@ -27,7 +27,7 @@ from fastdeploy_cache.transfer_manager.kv.groups import Row
 Units = dict[tuple[int, BlockName], int]
 Known = tuple[dict[BlockName, int], Units]  # blocks of the full row, and units of others, with their media
 _NUM_KEPT = 12  # messages that a publisher sends again
-_MOST_STATES = 400
+_MOST_STATES, _MOST_WAITING = 400, 10_000
 _QUIET_EVERY, _BEGIN_EVERY = 60, 97
 
 
@@ -128,7 +128,7 @@ class Listeners:
         self._num_moments = num_moments
         self._tree, self._rows, self._random = tree, tuple(rows), random.Random(seed)  # noqa: S311
         self._scheme = NameScheme(block_size=tree.block_size)
-        self.tap = EventTap(tree, lambda: None)
+        self.tap = EventTap(tree, lambda: None, _MOST_WAITING)
         self.tap.hang()
         self.num_looks = self.num_restarts = self.num_lost = self.num_quiet = 0
         self._publisher = self._new_publisher()
@@ -148,7 +148,6 @@ class Listeners:
         self.num_looks += 1
         draw = self._random.random
         self.tap.note_forgotten()
-        self.tap.walk(1 + self.num_looks % 2, 2**20)
         if self.num_looks % _BEGIN_EVERY == 0:
             self.tap.begin()  # as where the engine has dropped what waited
         if draw() < 0.4:
@@ -164,10 +163,13 @@ class Listeners:
         if self.num_looks % _QUIET_EVERY == 0:
             self._be_quiet()
 
+    def _take(self) -> None:
+        """A record or two, so that some runs are told while others have changed again."""
+        for record in decode_records(encode_notes(self.tap.take(self._random.randrange(1, 4), 2**20))):
+            self._publisher.tree.apply(record)
+
     def _publish(self) -> None:
-        while notes := self.tap.take(256):
-            for record in decode_records(encode_notes(notes)):
-                self._publisher.tree.apply(record)
+        self._take()
         message = self._publisher.publish(self._publisher.tree.take())  # may be a heartbeat
         for listener in self._listeners:
             chance = self._random.random()
@@ -203,11 +205,8 @@ class Listeners:
         """All is told, and nothing gets lost any more."""
         self.num_quiet += 1
         self.tap.note_forgotten()
-        while self.tap.is_walking:
-            self.tap.walk(1, 2**20)
-        while notes := self.tap.take(256):
-            for record in decode_records(encode_notes(notes)):
-                self._publisher.tree.apply(record)
+        while self.tap.is_behind:
+            self._take()
         for _ in range(2):
             message = self._publisher.publish(self._publisher.tree.take())
             for listener in self._listeners:

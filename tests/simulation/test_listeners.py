@@ -60,18 +60,8 @@ def _applies_whatever_comes(follower: Follower, sequence: int, payload: bytes) -
         follower._apply(sequence, payload)
 
 
-def _believes_any_epoch(follower: Follower, answer: object) -> None:
-    follower._go_on()
-
-
 def _is_deaf(*_: object) -> None:
     return None
-
-
-def _forgets_to_settle(tap: EventTap, run: Any, first: int, why: object) -> None:
-    if run.number > tap._base and not first:
-        tap._put((5, run.number))
-        run.number = 0
 
 
 def _tells_gpu_alone(tree: ToldTree) -> list[Any]:
@@ -89,12 +79,12 @@ _FREEZE = ToldTree.freeze
     ("owner", "name", "instead"),
     [
         (Follower, "on_message", _applies_whatever_comes),
-        (Follower, "_checked", _believes_any_epoch),
         (Follower, "on_disconnected", _is_deaf),
         (EventTap, "left", _is_deaf),
         (EventTap, "parted", _is_deaf),
         (EventTap, "note_forgotten", _is_deaf),
-        (EventTap, "ended", _forgets_to_settle),
+        (EventTap, "ended", _is_deaf),
+        (EventTap, "joined", _is_deaf),
         (EventTap, "_tell_later", _tells_of_parents_only),
         (Node, "cut", _is_deaf),
         (ToldTree, "freeze", _tells_gpu_alone),

@@ -33,9 +33,8 @@ logger = event_log(__name__)
 _GATHER_SECONDS = 0.005  # from the first note to the message that brings it
 _IDLE_SECONDS = 60.0
 _TURN_BYTES = 2**19  # of tokens that one turn copies: a tenth of a millisecond of the lock
-_TURN_RUNS = 64  # that one turn tells anew
+_TURN_RUNS = 64  # that one turn tells
 _MOST_IN_FLIGHT = 4  # messages to the publisher
-_WALK_BYTES = 2**22  # that may wait while all is told anew
 _TASK_SECONDS = 20.0
 _START_SECONDS = 30.0
 _NO_IDS = np.empty(0, np.int32)
@@ -47,13 +46,13 @@ class EventCounts:
 
     Attributes:
         sequence: that of the next message.
-        num_notes: changes of the tree that were noted.
+        num_records: what the publisher was told; many changes of a run may be one.
         num_begun: how often all that is cached was told from the begin, the first time included.
         num_dropped: how often that was because the publisher did not take what waited for it.
     """
 
     sequence: int
-    num_notes: int
+    num_records: int
     num_begun: int
     num_dropped: int
 
@@ -61,9 +60,9 @@ class EventCounts:
 class EventFeed:
     """The publisher's process, and the thread that feeds it. `start` and `close` by one thread; the rest by any.
 
-    What the tap notes is taken a few milliseconds later, packed, and sent as a task of which a few are in flight. If
-    one fails, the publisher has died or is another one: what it knew is gone. If more waits than may, it is dropped.
-    In both cases all is told anew, from a `Began` on, while the cache goes on.
+    What the tap remembers is taken a few milliseconds later, packed, and sent as a task of which a few are in flight.
+    If one fails, the publisher has died or is another one: what it knew is gone. If more changes of shape wait than
+    may, they are dropped. In both cases all is told anew, from a `Began` on, while the cache goes on.
     """
 
     def __init__(self, config: CacheConfig, books: Books) -> None:
@@ -77,13 +76,12 @@ class EventFeed:
         self._rows = tuple(layout.rows[1:]) if layout is not None else ()
         self._transfer = config_beside(config.transfer, tp_size=1, start_timeout_seconds=_START_SECONDS)
         self._wake = self._clock.event()
-        self.tap = EventTap(books.tree, self._wake.set)
+        self.tap = EventTap(books.tree, self._wake.set, self._events.max_waiting_changes)
         kind = ProcessKind(name="events", is_optional=True)
         self._processes = Processes(self._transfer, kind, PublisherOwner(self._transfer, self._new_setup), self._clock)
         self._thread: threading.Thread | None = None
         self._task_ids = itertools.count(1)
-        self._pieces: deque[bytes] = deque()  # that wait to be sent
-        self._num_waiting_bytes = self._num_in_flight = self._num_dropped = self._sequence = 0
+        self._num_in_flight = self._num_dropped = self._sequence = 0
         self._answers: deque[TransferResult] = deque()  # put by the I/O thread
         self._is_new = self._is_closing = False  # the publisher knows nothing yet
 
@@ -131,7 +129,7 @@ class EventFeed:
         """What was published so far."""
         return EventCounts(
             sequence=self._sequence,
-            num_notes=self.tap.num_notes,
+            num_records=self.tap.num_records,
             num_begun=self.tap.num_begun,
             num_dropped=self._num_dropped,
         )
@@ -164,13 +162,18 @@ class EventFeed:
                 logger.warning("event=events_wait reason=lock")
 
     def turn(self) -> None:
-        """Take what there is, and send what the publisher takes now. The thread's; a simulation calls it by itself."""
+        """Send what the publisher takes now. The thread's; a simulation calls it by itself."""
         self._hear()
+        if self.tap.num_dropped > self._num_dropped:
+            self._num_dropped, self._is_new = self.tap.num_dropped, True
+            logger.warning("event=events_dropped max=%d action=tell_all_anew", self._events.max_waiting_changes)
         if self._is_new:
             self._begin()
-        while self.tap.is_on and self._take():
-            self._send()
-        self._send()
+        while self.tap.is_behind and self._num_in_flight < _MOST_IN_FLIGHT:
+            with self._books:
+                notes = self.tap.take(_TURN_RUNS, _TURN_BYTES)
+            if notes:
+                self._submit(encode_notes(notes))
 
     def tell_anew(self) -> None:
         """Whatever the publisher knows, tell it all that is cached from the begin."""
@@ -191,49 +194,26 @@ class EventFeed:
         """What the publisher knows, or will hear, has a gap: nothing of it counts before it has heard all anew."""
         with self._books:
             self.tap.deafen()
-        self._pieces.clear()
-        self._num_waiting_bytes, self._is_new = 0, True
+        self._is_new = True
 
     def _begin(self) -> None:
         if not self._num_in_flight and self._processes.has_room(TaskKind.PUBLISH):
             self._is_new = False
-            self._pieces.clear()  # of what another one was told
-            self._num_waiting_bytes = 0
             with self._books:
                 self.tap.begin()
 
-    def _take(self) -> bool:
-        """Pack some of the notes, and tell some runs more; whether more is left that has room."""
-        tap, may_walk = self.tap, self._num_waiting_bytes < _WALK_BYTES
-        with self._books:
-            if tap.is_walking and may_walk:
-                tap.walk(_TURN_RUNS, _TURN_BYTES)
-            notes = tap.take(_TURN_BYTES)
-        if notes:
-            self._pieces.append(encode_notes(notes))
-            self._num_waiting_bytes += len(self._pieces[-1])
-        if self._num_waiting_bytes > self._events.max_waiting_bytes:
-            self._num_dropped += 1
-            logger.warning("event=events_dropped bytes=%d action=tell_all_anew", self._num_waiting_bytes)
-            self._stop_telling()
-            return False
-        return bool(notes) or (tap.is_walking and may_walk)
-
-    def _send(self) -> None:
-        while self._pieces and self._num_in_flight < _MOST_IN_FLIGHT:
-            piece = self._pieces.popleft()
-            self._num_waiting_bytes -= len(piece)
-            self._num_in_flight += 1
-            self._processes.submit(
-                TransferTask(
-                    task_id=next(self._task_ids),
-                    kind=TaskKind.PUBLISH,
-                    source_ids=_NO_IDS,
-                    destination_ids=_NO_IDS,
-                    deadline=self._clock.now() + _TASK_SECONDS,
-                    detail=piece,
-                )
+    def _submit(self, piece: bytes) -> None:
+        self._num_in_flight += 1
+        self._processes.submit(
+            TransferTask(
+                task_id=next(self._task_ids),
+                kind=TaskKind.PUBLISH,
+                source_ids=_NO_IDS,
+                destination_ids=_NO_IDS,
+                deadline=self._clock.now() + _TASK_SECONDS,
+                detail=piece,
             )
+        )
 
     # -- the I/O thread of the process
 

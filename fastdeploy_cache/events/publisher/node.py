@@ -25,7 +25,7 @@ class Node:
         self.parent, self.namespace, self._block_bytes = parent, namespace, block_bytes
         self.tokens, self.digests = bytearray(), bytearray()
         self.extras: dict[int, bytes] | None = None
-        self.spans = [[0, 0] for _ in range(_NUM_TIERS)]
+        self.spans = [(0, 0)] * _NUM_TIERS
         self.anchors: list[dict[int, int]] = [{} for _ in range(_NUM_TIERS)]
         self.children: dict[int, Node] = {}
 
@@ -69,78 +69,56 @@ class Node:
 
     # -- what it has
 
-    def grow(self, first: int, tokens: bytes, extras: Extras | None, naming: BlockNaming) -> None:
-        """Name those of these blocks, from `first` on, that it has not had yet. Raises `CodecError`: others are there,
-        or some are missing in front of them."""
+    def num_kept(self, num_blocks: int, first: int, tokens: bytes, extras: Extras) -> int:
+        """How many of its blocks are still those of a run of so many, whose blocks from `first` on have these tokens,
+        and these extra keys.
+
+        Raises `CodecError`: there are some in between that nobody has told of.
+        """
         size, num_known = self._block_bytes, self.num_blocks
-        there = self.tokens[first * size : first * size + len(tokens)]
-        if first > num_known or len(tokens) % size or not tokens.startswith(there):
-            raise CodecError(f"a run of {num_known} blocks gets other ones from {first} on, or has a gap there")
-        start, num_blocks = num_known - first, len(tokens) // size
-        if num_blocks <= start:
+        if first > num_known or (num_blocks - first) * size != len(tokens):
+            raise CodecError(f"a run of {num_blocks} blocks, of which {num_known} are known, is told from {first} on")
+        end = min(num_known, num_blocks)
+        mine, keys = memoryview(self.tokens), self.extras or {}
+        for block in range(first, end):
+            told = tokens[(block - first) * size : (block - first + 1) * size]
+            if mine[block * size : (block + 1) * size] != told or keys.get(block) != extras.get(block):
+                return block
+        return end
+
+    def cut(self, num_blocks: int) -> None:
+        """Forget what its blocks behind the first so many are called."""
+        del self.tokens[num_blocks * self._block_bytes :]
+        del self.digests[num_blocks * HASH_BYTES :]
+        if self.extras is not None:
+            self.extras = {block: extra for block, extra in self.extras.items() if block < num_blocks} or None
+
+    def grow(self, tokens: bytes, extras: Extras, naming: BlockNaming) -> None:
+        """It has these blocks more. `extras`: by block of the run."""
+        if not tokens:
             return
-        new, of_new = tokens[start * size :], None
-        if extras:
-            of_new = {block - start: extra for block, extra in extras.items() if block >= start}
-            self.extras = {**(self.extras or {}), **{block + first: extra for block, extra in extras.items()}}
+        num_known = self.num_blocks
+        if new := {block: extra for block, extra in extras.items() if block >= num_known}:
+            self.extras = {**(self.extras or {}), **new}
         before = self.before(num_known)
         parent, salt = before or naming.root(self.namespace), "" if before else self.namespace
-        digests = naming.extend(parent, new, of_new, salt)
-        self.tokens += new
-        self.digests += digests
-
-    def arrive(self, tier: int, first: int, end: int) -> list[tuple[int, int]]:
-        """Blocks [first, end) are in a tier; returns those that were not."""
-        span = self.spans[tier]
-        if first >= end:
-            return []
-        if span[0] >= span[1]:
-            span[:] = first, first
-        if first > span[1] or end < span[0] or end > self.num_blocks:
-            raise CodecError(f"a run of {self.num_blocks} blocks has {span} in tier {tier}, and {first} to {end} come")
-        new = [(first, span[0]), (span[1], end)]
-        span[:] = min(first, span[0]), max(end, span[1])
-        return [(start, stop) for start, stop in new if start < stop]
-
-    def leave(self, tier: int, first: int, end: int) -> tuple[int, int]:
-        """Blocks [first, end) are in a tier no more; returns which of them were."""
-        span = self.spans[tier]
-        first, end = max(first, span[0]), min(end, span[1])
-        if first >= end:
-            return 0, 0
-        if first > span[0] and end < span[1]:
-            raise CodecError(f"a run has blocks {span} in tier {tier}, and {first} to {end} leave")
-        if first > span[0]:
-            span[1] = first
-        else:
-            span[0] = end
-        return first, end
-
-    def cut(self) -> None:
-        """Forget what is behind its last block that is in a tier, unless something hangs there yet: it may go later."""
-        ends = [end for first, end in self.spans if first < end]
-        length = max([*ends, *[place for there in self.anchors for place in there]], default=0)
-        if self.children or length == self.num_blocks:
-            return
-        del self.tokens[length * self._block_bytes :]
-        del self.digests[length * HASH_BYTES :]
-        if self.extras is not None:
-            self.extras = {block: extra for block, extra in self.extras.items() if block < length} or None
+        of_new = {block - num_known: extra for block, extra in new.items()} or None
+        self.digests += naming.extend(parent, tokens, of_new, salt)
+        self.tokens += tokens
 
     # -- its shape
 
     def part(self, cut: int) -> Node:
-        """The first blocks as a run of their own, above this one; whose child it is, and who its, is the caller's."""
-        if not 0 < cut < self.num_blocks:
-            raise CodecError(f"a run of {self.num_blocks} blocks is cut behind {cut}")
+        """The first blocks, as far as they are known, as a run of their own above this one. Whose child it is, and who
+        its, is the caller's."""
         upper, size = Node(self.parent, self.namespace, self._block_bytes), self._block_bytes
         upper.tokens, self.tokens = self.tokens[: cut * size], self.tokens[cut * size :]
         upper.digests, self.digests = self.digests[: cut * HASH_BYTES], self.digests[cut * HASH_BYTES :]
         if (extras := self.extras) is not None:
             upper.extras = {block: extra for block, extra in extras.items() if block < cut} or None
             self.extras = {block - cut: extra for block, extra in extras.items() if block >= cut} or None
-        upper.spans = [[min(first, cut), min(end, cut)] for first, end in self.spans]
-        self.spans = [[max(0, first - cut), max(0, end - cut)] for first, end in self.spans]
+        upper.spans = [(min(first, cut), min(end, cut)) for first, end in self.spans]
+        self.spans = [(max(0, first - cut), max(0, end - cut)) for first, end in self.spans]
         upper.anchors = [{place: b for place, b in there.items() if place <= cut} for there in self.anchors]
         self.anchors = [{place - cut: b for place, b in there.items() if place > cut} for there in self.anchors]
         self.parent = upper
@@ -149,17 +127,19 @@ class Node:
     def join(self, lower: Node) -> None:
         """The reverse: have what its only child has."""
         above = self.num_blocks
-        if list(self.children.values()) != [lower]:
-            raise CodecError("a run is to join another, and is not its only child")
         self.tokens += lower.tokens
         self.digests += lower.digests
         if lower.extras is not None:
             self.extras = {**(self.extras or {}), **{b + above: extra for b, extra in lower.extras.items()}}
-        for span, (first, end) in zip(self.spans, lower.spans, strict=True):
+        for tier, (first, end) in enumerate(lower.spans):
+            start, stop = self.spans[tier]
             if first < end:
-                span[:] = span[0] if span[0] < span[1] else first + above, end + above
+                self.spans[tier] = start if start < stop else first + above, end + above
         for mine, theirs in zip(self.anchors, lower.anchors, strict=True):
             mine.update({place + above: boundary for place, boundary in theirs.items()})
-        self.children = lower.children
-        for child in self.children.values():
+
+    def adopt(self, children: dict[int, Node]) -> None:
+        """These are its children now, and no others."""
+        self.children = children
+        for child in children.values():
             child.parent = self

@@ -7,19 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES, TOKEN_BYTES
 from fastdeploy_cache.errors import CodecError
-from fastdeploy_cache.events.journal import (
-    AnchorCame,
-    AnchorLeft,
-    Began,
-    BlocksLeft,
-    Came,
-    Record,
-    RunGone,
-    RunParted,
-    RunsJoined,
-    TreeCleared,
-    WholeRun,
-)
+from fastdeploy_cache.events.journal import Began, Record, RunGone, RunParted, RunsJoined, RunTold, TreeCleared
 from fastdeploy_cache.events.names import NameScheme
 from fastdeploy_cache.events.publisher.node import Node
 from fastdeploy_cache.events.publisher.stretch import Stretch, Teller, stretches
@@ -71,31 +59,15 @@ class ToldTree:
         else:
             self._take_in(record)
 
-    def _take_in(self, record: Record) -> None:
-        match record:
-            case Came():
-                node = self._node(record.number)
-                node.grow(record.first, record.tokens, record.extras, self._naming)
-                self._arrive(node, record.tier, record.first, record.first + record.num_blocks)
-            case BlocksLeft():
-                node = self._node(record.number)
-                self._leave(node, record.tier, record.first, record.first + record.num_blocks)
-                node.cut()
-            case RunGone():
-                self._end(record.number)
-            case WholeRun():
-                self._take_whole(record)
-            case RunParted():
-                self._part(record)
-            case RunsJoined():
-                self._node(record.upper).join(self._node(record.lower))
-                del self._nodes[record.lower]
-            case AnchorCame():
-                self._anchor(self._node(record.number), record)
-            case AnchorLeft():
-                node = self._node(record.number)
-                self._lift(node, record.end, record.tier)
-                node.cut()
+    def _take_in(self, record: RunTold | RunGone | RunParted | RunsJoined) -> None:
+        if isinstance(record, RunTold):
+            self._tell(record)
+        elif isinstance(record, RunGone):
+            self._end(record.number)
+        elif isinstance(record, RunParted):
+            self._part(record)
+        else:
+            self._join(record)
 
     def freeze(self) -> list[Part]:
         """All that there is now, parents first: copies. What is in several media comes once for each."""
@@ -123,24 +95,56 @@ class ToldTree:
     def _siblings(self, node: Node) -> dict[int, Node]:
         return self._tops if node.parent is None else node.parent.children
 
-    def _take_whole(self, record: WholeRun) -> None:
+    def _tell(self, record: RunTold) -> None:
+        """What is there no more goes first, then comes what is new."""
         node = self._nodes.get(record.number)
         if node is None:
             parent = self._node(record.parent) if record.parent else None
             node = self._nodes[record.number] = Node(parent, record.namespace, self._block_bytes)
             self._siblings(node)[record.number] = node
-        node.grow(0, record.tokens, record.extras, self._naming)
-        self._arrive(node, 0, 0, record.num_gpu)
-        self._arrive(node, 1, record.cpu_start, record.cpu_start + record.num_cpu)
+        extras = record.extras or {}
+        num_kept = node.num_kept(record.num_blocks, record.first, record.tokens, extras)
+        spans = [(0, record.num_gpu), (record.cpu_start, record.cpu_start + record.num_cpu)]
+        wanted = [{place: b for place, b, bits in record.anchors if bits & 1 << tier} for tier in range(len(spans))]
+        for tier, there in enumerate(node.anchors):
+            for place in [place for place in there if place > num_kept or place not in wanted[tier]]:
+                self._lift(node, place, tier)
+        for tier, (first, end) in enumerate(spans):
+            self._keep(node, tier, first, min(end, num_kept))
+        node.cut(num_kept)
+        if record.num_blocks > num_kept:
+            new = record.tokens[(num_kept - record.first) * self._block_bytes :]
+            node.grow(new, extras, self._naming)
+        for tier, (first, end) in enumerate(spans):
+            self._fill(node, tier, first, end)
+        for tier, anchors in enumerate(wanted):
+            for place, boundary in anchors.items():
+                self._anchor(node, place, boundary, tier)
 
-    def _arrive(self, node: Node, tier: int, first: int, end: int) -> None:
-        for start, stop in node.arrive(tier, first, end):
-            self._events.extend(self._teller.stored(node.stretch(start, stop), MEDIA[tier], self._group))
+    def _keep(self, node: Node, tier: int, first: int, end: int) -> None:
+        """Of what is in a tier, only blocks [first, end) stay."""
+        start, stop = node.spans[tier]
+        first, end = max(first, start), min(end, stop)
+        if first >= end:
+            gone, node.spans[tier] = [(start, stop)], (0, 0)
+        else:
+            gone, node.spans[tier] = [(start, first), (end, stop)], (first, end)
+        for each in gone:
+            if each[0] < each[1]:
+                self._remove(tier, self._group, node.digests[each[0] * HASH_BYTES : each[1] * HASH_BYTES])
 
-    def _leave(self, node: Node, tier: int, first: int, end: int) -> None:
-        first, end = node.leave(tier, first, end)
-        if first < end:
-            self._remove(tier, self._group, node.digests[first * HASH_BYTES : end * HASH_BYTES])
+    def _fill(self, node: Node, tier: int, first: int, end: int) -> None:
+        """Blocks [first, end) are in a tier, of which some were already."""
+        start, stop = node.spans[tier]
+        if first >= end:
+            return
+        if end > node.num_blocks:
+            raise CodecError(f"a run of {node.num_blocks} blocks has blocks {first} to {end} in tier {tier}")
+        new = [(first, end)] if start >= stop else [(first, start), (stop, end)]
+        node.spans[tier] = first, end
+        for each in new:
+            if each[0] < each[1]:
+                self._events.extend(self._teller.stored(node.stretch(*each), MEDIA[tier], self._group))
 
     def _remove(self, tier: int, group: int | None, digests: bytes | bytearray) -> None:
         names = self._teller.names(digests)
@@ -154,14 +158,16 @@ class ToldTree:
         for _, node in below:  # it grows meanwhile
             below.extend(node.children.items())
         for each, node in reversed(below):
-            for tier, (first, end) in enumerate(node.spans):
-                for place in list(node.anchors[tier]):
-                    self._lift(node, place, tier)
-                self._leave(node, tier, first, end)
+            self._drop(node)
             del self._nodes[each]
         del self._siblings(top)[number]
-        if top.parent is not None:
-            top.parent.cut()
+
+    def _drop(self, node: Node) -> None:
+        """What a run has is nowhere any more."""
+        for tier, there in enumerate(node.anchors):
+            for place in list(there):
+                self._lift(node, place, tier)
+            self._keep(node, tier, 0, 0)
 
     def _part(self, record: RunParted) -> None:
         lower = self._node(record.lower)
@@ -171,21 +177,32 @@ class ToldTree:
         siblings[record.upper] = self._nodes[record.upper] = upper
         upper.children[record.lower] = lower
 
+    def _join(self, record: RunsJoined) -> None:
+        """Where fewer blocks of the upper run are known than it had, or others, what the lower one has comes with the
+        next record of it: in between it is not told."""
+        upper, lower = self._node(record.upper), self._node(record.lower)
+        if upper.num_blocks == record.num_above:
+            upper.join(lower)
+        else:
+            self._drop(lower)
+        upper.adopt(lower.children)
+        del self._nodes[record.lower]
+
     # -- checkpoints
 
-    def _anchor(self, node: Node, record: AnchorCame) -> None:
-        there = node.anchors[record.tier]
-        if not 0 < record.end <= node.num_blocks:
-            raise CodecError(f"a checkpoint comes behind block {record.end} of a run of {node.num_blocks}")
-        if record.end not in there:
-            there[record.end] = record.boundary
-            for row, whole in self._units(node, record.end, record.boundary):
-                for part in self._turned(whole, row, record.tier, 1):
-                    self._events.extend(self._teller.stored(part, MEDIA[record.tier], row))
+    def _anchor(self, node: Node, place: int, boundary: int, tier: int) -> None:
+        there = node.anchors[tier]
+        if not 0 < place <= node.num_blocks:
+            raise CodecError(f"a checkpoint comes behind block {place} of a run of {node.num_blocks}")
+        if place not in there:
+            there[place] = boundary
+            for row, whole in self._units(node, place, boundary):
+                for part in self._turned(whole, row, tier, 1):
+                    self._events.extend(self._teller.stored(part, MEDIA[tier], row))
 
     def _lift(self, node: Node, place: int, tier: int) -> None:
-        boundary = node.anchors[tier].pop(place, None)
-        for row, whole in self._units(node, place, boundary) if boundary is not None else ():
+        boundary = node.anchors[tier].pop(place)
+        for row, whole in self._units(node, place, boundary):
             for part in self._turned(whole, row, tier, -1):
                 self._remove(tier, row, part.digests)
 

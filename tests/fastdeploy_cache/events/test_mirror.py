@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import socket
-import threading
 from pathlib import Path
 
 import pytest
@@ -98,25 +97,20 @@ def test_a_mirror_before_its_cache(tmp_path: Path) -> None:
 
 
 def test_what_the_publisher_cannot_take_is_told_anew() -> None:
-    """It is stopped while more comes than may wait: that is dropped and counted, and later all is told."""
-    with publishing(3000, 0, max_waiting_bytes=2**20) as cache, mirror_of(cache) as mirror:
-        assert mirror.wait_current(_SECONDS)
-        feed = cache._seen.events
-        assert feed is not None
-        pid = pid_of_publisher(cache)
-        assert pid is not None
+    """It is stopped while more runs go than may wait: that is dropped and counted, and later all is told."""
+    with publishing(400, 0, max_waiting_changes=100) as cache, mirror_of(cache) as mirror:
+        for number in range(200):
+            serve(cache, f"{number}", prompt(number, 2))
+        wait_for(mirror, cache)
+        feed, pid = cache._seen.events, pid_of_publisher(cache)
+        assert feed is not None and pid is not None
         os.kill(pid, signal.SIGSTOP)
-        waiting = threading.Event()
-        number = 0
-        while not feed.counts().num_dropped:
-            serve(cache, f"{number}", prompt(number, 200))
-            number += 1
-            waiting.wait(0.01)
-            assert number < 2000, "nothing is dropped, whatever comes"
+        for number in range(1000, 1400):
+            serve(cache, f"{number}", prompt(number, 2))
         os.kill(pid, signal.SIGCONT)
         wait_for(mirror, cache)
-        assert feed.counts().num_begun >= 2
-        assert mirror.find(prompt(number - 1, 200)).num_tokens == 200 * SIZE
+        assert feed.counts().num_dropped == 1 and feed.counts().num_begun >= 2
+        assert mirror.find(prompt(1399, 2)).num_tokens == 2 * SIZE
 
 
 def test_random_traffic_with_deaths() -> None:

@@ -1,0 +1,114 @@
+"""The told tree: what events follow from records, where many changes of a run have become one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastdeploy_cache.errors import CodecError
+from fastdeploy_cache.events.journal import Began, RunGone, RunParted, RunsJoined, RunTold
+from fastdeploy_cache.events.names import NameScheme
+from fastdeploy_cache.events.publisher.tree import ToldTree
+from fastdeploy_cache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
+
+_SIZE = 4
+
+
+def tokens(*blocks: int) -> bytes:
+    """Blocks that each have one token all over."""
+    return np.repeat(np.array(blocks, np.int32), _SIZE).tobytes()
+
+
+def told(number: int, blocks: bytes, **fields: Any) -> RunTold:
+    """A run on the GPU, whole."""
+    num_blocks = len(blocks) // _SIZE // 4
+    said: dict[str, Any] = {
+        "number": number, "parent": 0, "namespace": "", "num_blocks": num_blocks, "first": 0, "tokens": blocks,
+        "extras": None, "num_gpu": num_blocks, "cpu_start": 0, "num_cpu": 0, "anchors": [],
+    }  # fmt: skip
+    return RunTold(**{**said, **fields})
+
+
+def tree() -> ToldTree:
+    """One that has begun."""
+    begun = ToldTree(NameScheme(block_size=_SIZE))
+    begun.apply(Began())
+    assert begun.take() == [AllBlocksCleared()]
+    return begun
+
+
+def kinds(events: list[Event]) -> list[tuple[str, int]]:
+    """Each event's kind, and how many blocks it names."""
+    return [
+        (type(event).__name__, len(event.block_hashes)) for event in events if not isinstance(event, AllBlocksCleared)
+    ]
+
+
+@pytest.mark.parametrize("other", [{"tokens": tokens(1, 2, 9)}, {"extras": {2: b"cat"}}])
+def test_other_blocks_in_the_same_place(other: dict[str, Any]) -> None:
+    """A run was cut and has grown again: by tokens, or by an image alone, they are others."""
+    known = tree()
+    known.apply(told(1, tokens(1, 2, 3)))
+    (first,) = known.take()
+    known.apply(told(1, tokens(1, 2, 3), **other))
+    removed, stored = known.take()
+    assert isinstance(first, BlockStored) and isinstance(removed, BlockRemoved) and isinstance(stored, BlockStored)
+    assert removed.block_hashes == first.block_hashes[2:]
+    assert stored.parent_block_hash == first.block_hashes[1] and stored.block_hashes != first.block_hashes[2:]
+
+
+def test_what_has_not_changed_is_not_told() -> None:
+    """The same record twice; and a tier more."""
+    known = tree()
+    known.apply(told(1, tokens(1, 2, 3)))
+    known.take()
+    known.apply(told(1, tokens(1, 2, 3)))
+    assert known.take() == []
+    known.apply(told(1, b"", num_blocks=3, first=3, num_gpu=3, cpu_start=1, num_cpu=2))
+    (stored,) = known.take()
+    assert isinstance(stored, BlockStored) and stored.medium == "CPU" and stored.token_ids == [2] * 4 + [3] * 4
+
+
+def test_a_cut_behind_what_is_known() -> None:
+    """Growth was not told before the run was parted: the lower part comes with its own record."""
+    known = tree()
+    known.apply(told(1, tokens(1, 2)))
+    known.take()
+    known.apply(RunParted(2, 1, 3))
+    known.apply(told(2, tokens(3), num_blocks=3, first=2, num_gpu=3))
+    known.apply(told(1, tokens(4), parent=2))
+    assert kinds(known.take()) == [("BlockStored", 1), ("BlockStored", 1)]
+    known.apply(RunsJoined(2, 1, 3))
+    known.apply(RunGone(2))
+    assert kinds(known.take()) == [("BlockRemoved", 4)]
+
+
+def test_a_join_behind_what_is_known() -> None:
+    """What the lower run had goes, and comes again behind what was missing."""
+    known = tree()
+    known.apply(told(1, tokens(1)))
+    known.apply(told(2, tokens(3), parent=1))
+    known.take()
+    known.apply(RunsJoined(1, 2, 2))
+    known.apply(told(1, tokens(2, 3), num_blocks=3, first=1, num_gpu=3))
+    assert kinds(known.take()) == [("BlockRemoved", 1), ("BlockStored", 2)]
+
+
+def test_records_that_cannot_be() -> None:
+    """A gap, a parent that nobody has told of, blocks that are not there: the publisher ends, and is told anew."""
+    for record in (
+        told(1, tokens(1), first=3, num_blocks=4),
+        told(1, tokens(1), parent=5),
+        told(1, tokens(1), num_gpu=2),
+    ):
+        with pytest.raises(CodecError):
+            tree().apply(record)
+
+
+def test_what_comes_before_the_begin_is_for_another() -> None:
+    """It changes nothing."""
+    fresh = ToldTree(NameScheme(block_size=_SIZE))
+    fresh.apply(told(1, tokens(1), parent=5))
+    assert fresh.take() == []
