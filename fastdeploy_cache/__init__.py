@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fastdeploy_cache.books.leaves.policy import EvictionPolicy
     from fastdeploy_cache.books.run import Tier
     from fastdeploy_cache.config.cache import CacheConfig
+    from fastdeploy_cache.config.events import EventsConfig
     from fastdeploy_cache.config.insight import InsightConfig
     from fastdeploy_cache.insight.doctor.finding import Finding
     from fastdeploy_cache.manager import PrefixCacheManager
@@ -37,6 +38,7 @@ __version__ = "0.1.0"  # setup.py reads it here
 __all__ = [
     "CacheConfig",
     "CacheStats",
+    "EventsConfig",
     "EvictionPolicy",
     "Explanation",
     "Finding",
@@ -68,6 +70,7 @@ __all__ = [
 _HOMES = {
     "CacheConfig": "config.cache",
     "CacheStats": "stats",
+    "EventsConfig": "config.events",
     "EvictionPolicy": "books.leaves.policy",
     "Explanation": "requests.explanation",
     "Finding": "insight.doctor.finding",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -265,6 +266,32 @@ def doctor(
 def _show_texts(cache: RunningCache, found: list[dict[str, Any]], otherwise: str) -> None:
     texts = [each.pop("text") for each in found]
     cache.show(found, lambda: texts or otherwise)
+
+
+@dataclass(frozen=True)
+class ListenOptions:
+    """How to listen."""
+
+    replay_endpoint: Annotated[str | None, typer.Option(help="Its `events.replay_endpoint`, where it has one.")] = None
+    topic: Annotated[str, typer.Option(help="Its `events.topic`.")] = ""
+    keys_folder: Annotated[Path | None, typer.Option(help="Own keys, with the publisher's among `trusted/`.")] = None
+    seconds: Annotated[float | None, typer.Option(min=0.1, max=86400, help="How long; else until Ctrl-C.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Each event as a line of JSON, with all of it.")] = False
+
+
+@operating_app.command(epilog="Example: fastdeploy-cache events tcp://127.0.0.1:5557")
+@spread
+def events(
+    endpoint: Annotated[str, typer.Argument(help="Where a cache publishes: its `events.endpoint`.")],
+    options: ListenOptions,
+) -> None:
+    """Print what a cache tells of its blocks, as it comes: first how much is cached.
+
+    Exit status 0: the time is over; 1: nobody publishes there.
+    """
+    from fastdeploy_cache.launch.operating.events import listen
+
+    listen(endpoint, options)
 
 
 @operating_app.command("control", epilog="Example: fastdeploy-cache control pause")
