@@ -17,6 +17,7 @@ from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.callers.copies import BlockCopies
 from fastdeploy_cache.callers.own_units import CallerUnits
 from fastdeploy_cache.callers.view import BlockView
+from fastdeploy_cache.config.events import EventsConfig
 from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.config.tables import LISTS
 from fastdeploy_cache.insight.control.control import Control
@@ -37,7 +38,7 @@ from fastdeploy_cache.transfer_manager.peer.signature import make_secret
 from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
 
 ROOT = Path(__file__).parent.parent
-TABLES = ("layout", "transfer", "storage", "peer", "insight")
+TABLES = ("layout", "transfer", "storage", "peer", "insight", "events")
 WITHOUT_SAMPLES = {  # families that have none at first
     f"fastdeploy_cache_what_if_{name}": ("tier", "factor", "policy") for name in ("hit_rate", "saved_seconds")
 }
@@ -273,6 +274,7 @@ def test_every_setting_is_documented() -> None:
     fields |= {f"storage.{f.name}": f for f in dataclasses.fields(StorageConfig)}
     fields |= {f"peer.{f.name}": f for f in dataclasses.fields(PeerConfig)}
     fields |= {f"insight.{f.name}": f for f in dataclasses.fields(InsightConfig)}
+    fields |= {f"events.{f.name}": f for f in dataclasses.fields(EventsConfig)}
     fields |= {f"{name}.{f.name}": f for name, of in LISTS.items() for f in dataclasses.fields(of)}
     assert rows.keys() == fields.keys()
     for name, field in fields.items():

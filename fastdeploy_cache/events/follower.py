@@ -84,7 +84,7 @@ class Follower:
 
     @property
     def last_sequence(self) -> int:
-        """Of the last message that was taken in; -1: none was."""
+        """The sequence of the last message that was taken in; -1: none was."""
         return self._expected - 1
 
     @property

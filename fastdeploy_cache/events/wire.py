@@ -61,6 +61,11 @@ class AllBlocksCleared(msgspec.Struct, tag=True):
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+def fields_of(event: Event) -> dict[str, Any]:
+    """What an event says, by field; with its type."""
+    return {"type": type(event).__name__, **msgspec.structs.asdict(event)}
+
+
 class EventBatch(msgspec.Struct, array_like=True):
     """What one message brings. `unix_seconds`: when it was made."""
 

@@ -8,18 +8,16 @@ import threading
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
-
 from fastdeploy_cache.errors import LaunchError, counted
 from fastdeploy_cache.events.mirror import Mirror
-from fastdeploy_cache.events.wire import AllBlocksCleared, BlockName, BlockStored, Event, decode_batch
+from fastdeploy_cache.events.wire import AllBlocksCleared, BlockName, BlockStored, Event, decode_batch, fields_of
 from fastdeploy_cache.ipc.peer_channel import load_keys
 
 _WAIT_SECONDS = 10.0
 _SHOWN_CHARACTERS = 12  # of a name
 
 
-class ListenOptions(Protocol):
+class _Options(Protocol):
     """How to listen: see the command's options."""
 
     @property
@@ -34,7 +32,7 @@ class ListenOptions(Protocol):
     def as_json(self) -> bool: ...
 
 
-def listen(endpoint: str, options: ListenOptions) -> None:
+def listen(endpoint: str, options: _Options) -> None:
     """Print how much is cached, then each event, until the time is over or until Ctrl-C.
 
     Raises:
@@ -72,12 +70,14 @@ def _publisher_key(folder: Path) -> bytes:
     keys = load_keys(folder)
     others = keys.trusted - {keys.public}
     if len(others) != 1:
-        raise LaunchError(f"{folder}/trusted has {counted(len(others), 'key')}; put that of the publisher there, alone")
+        raise LaunchError(
+            f"{folder}/trusted has {len(others)} keys besides your own; put that of the publisher there, alone"
+        )
     return next(iter(others))
 
 
 def _json(sequence: int, unix_seconds: float, event: Event) -> str:
-    found: dict[str, Any] = msgspec.to_builtins(event, enc_hook=repr, builtin_types=(bytes,))
+    found = fields_of(event)
     for field in ("block_hashes", "parent_block_hash"):
         if field in found:
             found[field] = _readable(found[field])

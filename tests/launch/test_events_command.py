@@ -58,7 +58,10 @@ def test_nobody_publishes_there(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     for arguments, why in (
         (["ftp://x"], "use tcp://ADDRESS:PORT"),
-        (["tcp://127.0.0.1:1", "--keys-folder", str(tmp_path / "keys")], "has 0 keys; put that of the publisher"),
+        (
+            ["tcp://127.0.0.1:1", "--keys-folder", str(tmp_path / "keys")],
+            "has 0 keys besides your own; put that of the publisher",
+        ),
     ):
         done = subprocess.run([*CLI, "events", *arguments], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 1 and why in done.stderr and "Traceback" not in done.stderr

@@ -122,7 +122,7 @@ class ToldTree:
                 self._anchor(node, place, boundary, tier)
 
     def _keep(self, node: Node, tier: int, first: int, end: int) -> None:
-        """Of what is in a tier, only blocks [first, end) stay."""
+        """Only blocks [first, end) stay in a tier, of those that are there."""
         start, stop = node.spans[tier]
         first, end = max(first, start), min(end, stop)
         if first >= end:
