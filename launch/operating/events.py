@@ -70,9 +70,7 @@ def _publisher_key(folder: Path) -> bytes:
     keys = load_keys(folder)
     others = keys.trusted - {keys.public}
     if len(others) != 1:
-        raise LaunchError(
-            f"{folder}/trusted has {len(others)} keys besides your own; put that of the publisher there, alone"
-        )
+        raise LaunchError(f"{folder}/trusted has {len(others)} keys besides your own; put the publisher's there, alone")
     return next(iter(others))
 
 

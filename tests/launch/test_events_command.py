@@ -60,7 +60,7 @@ def test_nobody_publishes_there(tmp_path: Path) -> None:
         (["ftp://x"], "use tcp://ADDRESS:PORT"),
         (
             ["tcp://127.0.0.1:1", "--keys-folder", str(tmp_path / "keys")],
-            "has 0 keys besides your own; put that of the publisher",
+            "has 0 keys besides your own; put the",
         ),
     ):
         done = subprocess.run([*CLI, "events", *arguments], capture_output=True, text=True, timeout=60, check=False)
