@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from fastdeploy_cache.metrics.event_metrics import PublishedCounts, event_families
 from fastdeploy_cache.metrics.families import Families, Values, by_one
 from fastdeploy_cache.metrics.histogram import AGE_SECONDS, CALL_SECONDS, Counted, Histogram
 from fastdeploy_cache.metrics.request_counts import TIERS
@@ -112,6 +113,7 @@ class Picture:
     life_cycle: str = ""
     times: Durations = field(default_factory=Durations)
     what_if: WhatIfCounts = field(default_factory=WhatIfCounts)
+    events: PublishedCounts = field(default_factory=PublishedCounts)
     block_size: int = 0
     eviction_policy: str = ""
 
@@ -128,6 +130,7 @@ def picture_families(picture: Picture, families: Families, num_ranks: int) -> li
         *_process_families(picture, families, num_ranks),
         *_time_families(picture.times, families),
         *what_if_families(picture.what_if, families),
+        *event_families(picture.events, families),
         families.gauge("config_info", text, ("block_size", "eviction_policy"), {settings: 1}),
     ]
 

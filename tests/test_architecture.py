@@ -97,7 +97,16 @@ HOMES = {
         *(
             f"metrics/{module}.py"
             for module in (
-                *("cache_metrics", "exporter", "families", "fastdeploy_names", "peer_counts", "picture", "remote"),
+                *(
+                    "cache_metrics",
+                    "event_metrics",
+                    "exporter",
+                    "families",
+                    "fastdeploy_names",
+                    "peer_counts",
+                    "picture",
+                    "remote",
+                ),
                 *("page_samples", "request_counts", "task_counts", "what_if_metrics"),
             )
         ),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import CPU, GPU, Tier
 from fastdeploy_cache.config.cache import CacheConfig
+from fastdeploy_cache.metrics.event_metrics import PublishedCounts
 from fastdeploy_cache.metrics.picture import Durations, Picture
 from fastdeploy_cache.metrics.what_if_metrics import WhatIfCounts
 from fastdeploy_cache.movement.movement import Movement
@@ -217,6 +218,7 @@ class Seen:
             load_seconds=load_seconds,
             life_cycle=life_cycle,
             what_if=self.what_if_counts(),
+            events=self.events.counts() if self.events is not None else PublishedCounts(),
             times=times,
             block_size=self._config.block_size,
             eviction_policy=self._config.eviction_policy,

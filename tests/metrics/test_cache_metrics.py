@@ -46,7 +46,8 @@ def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
 
 def expected_keys(num_ranks: int) -> set[tuple[str, frozenset[tuple[str, str]]]]:
     ranks = [str(rank) for rank in range(num_ranks)]
-    keys = {key("what_if_lost_requests_total"), INFO}
+    keys = {key("what_if_lost_requests_total"), key("event_sequence"), INFO}
+    keys |= {key(f"event_{what}_total") for what in ("records", "tellings", "drops")}
     keys |= {key(name) for name in ("requests_total", "requests_hit_total", "tokens_queried_total")}
     keys |= {key(name) for name in ("skipped_write_blocks_total", "window_request_hit_rate", "window_token_hit_rate")}
     keys |= {key(name, tier=tier) for name in ("tokens_hit_total", "window_tier_token_hit_rate") for tier in TIERS}

@@ -6,7 +6,6 @@ import itertools
 import os
 import threading
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from fastdeploy_cache.events.journal import encode_notes
 from fastdeploy_cache.events.names import NameScheme
 from fastdeploy_cache.events.publisher.setup import PublisherSetup
 from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.metrics.event_metrics import PublishedCounts
 from fastdeploy_cache.transfer_manager.client import RankStatus
 from fastdeploy_cache.transfer_manager.process.callbacks import Callbacks
 from fastdeploy_cache.transfer_manager.process.client import Processes, config_beside
@@ -38,23 +38,6 @@ _MOST_IN_FLIGHT = 4  # messages to the publisher
 _TASK_SECONDS = 20.0
 _START_SECONDS = 30.0
 _NO_IDS = np.empty(0, np.int32)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EventCounts:
-    """What was published so far.
-
-    Attributes:
-        sequence: that of the next message.
-        num_records: what the publisher was told; many changes of a run may be one.
-        num_begun: how often all that is cached was told from the begin, the first time included.
-        num_dropped: how often that was because the publisher did not take what waited for it.
-    """
-
-    sequence: int
-    num_records: int
-    num_begun: int
-    num_dropped: int
 
 
 class EventFeed:
@@ -125,14 +108,9 @@ class EventFeed:
         self._thread = threading.Thread(target=self._run, name="event-feed", daemon=True)
         self._thread.start()
 
-    def counts(self) -> EventCounts:
+    def counts(self) -> PublishedCounts:
         """What was published so far."""
-        return EventCounts(
-            sequence=self._sequence,
-            num_records=self.tap.num_records,
-            num_begun=self.tap.num_begun,
-            num_dropped=self._num_dropped,
-        )
+        return PublishedCounts(self._sequence, self.tap.num_records, self.tap.num_begun, self.tap.num_dropped)
 
     def statuses(self) -> list[RankStatus]:
         """The publisher's process."""
