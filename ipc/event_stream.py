@@ -8,6 +8,7 @@ kept, and by `"", "", -1, ""` behind the last. Any other request `"", question` 
 from __future__ import annotations
 
 import contextlib
+import socket as unix
 from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,6 +74,8 @@ class EventOutlet:
             socket.set(zmq.ZAP_DOMAIN, _DOMAIN.encode())
             socket.set(zmq.CURVE_SERVER, 1)
             socket.set(zmq.CURVE_SECRETKEY, keys.secret)
+        if _is_served(endpoint):  # ZeroMQ would take the path from whoever listens there
+            raise IPCError(f"cannot publish at {endpoint}: another process listens there; choose another address")
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -227,12 +230,10 @@ class EventInlet:
             while True:
                 self._watch.recv_multipart(zmq.NOBLOCK)
                 has = True
-        if has:  # answers of the old one may still lie there, and would be taken for the new one's
-            self.renew()
         return has
 
     def renew(self) -> None:
-        """Forget what was asked: answers to that come no more."""
+        """Forget what was asked: answers to that come no more. Raises `IPCError`: there are no descriptors left."""
         self.answers.close(linger=0)
         self.answers = self._new(zmq.DEALER, self._address.replay_endpoint)
         self._connect(self.answers, self._address.replay_endpoint)
@@ -254,6 +255,14 @@ class EventInlet:
             self._watch.close(linger=0)
             self._watch = None
         self._context.destroy(linger=0)
+
+
+def _is_served(endpoint: str) -> bool:
+    """Whether somebody listens at the path of a socket."""
+    if not endpoint.startswith("ipc://"):
+        return False
+    with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
+        return probe.connect_ex(endpoint.removeprefix("ipc://")) == 0
 
 
 def _new_socket(context: zmq.Context[Any], kind: int, endpoint: str) -> zmq.Socket[Any]:

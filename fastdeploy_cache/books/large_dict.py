@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Generic, TypeVar, cast
 from zlib import crc32
 
@@ -123,6 +123,24 @@ def put(
         with contextlib.suppress(MemoryError):
             return LargeDict(entries, place)
     return entries
+
+
+def pieces(entries: Callable[[], Mapping[K, V] | LargeDict[K, V]]) -> Iterator[list[V]]:
+    """All values, some at a time, between which others may come and go; one that stays is among them, maybe twice.
+
+    `entries` is asked again for each piece, as a plain dict may have become a large one. A piece that is undone puts
+    what it had into one that was seen already: then all are gone through once more.
+    """
+    number = most = 0
+    while type(found := entries()) is LargeDict:
+        most = max(most, found.num_pieces)
+        if number >= found.num_pieces:
+            if found.num_pieces == most:
+                return
+            number, most = 0, found.num_pieces
+        yield list(found.piece(number).values())
+        number += 1
+    yield list(cast("Mapping[K, V]", found).values())
 
 
 def piece_of(entries: dict[K, V] | LargeDict[K, V], number: int) -> dict[K, V]:

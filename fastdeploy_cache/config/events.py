@@ -52,7 +52,7 @@ class EventsConfig:
     hash_seed: str = "vllm-none-hash"
     num_kept_messages: int = 10_000
     kept_bytes: int = 64 * 2**20
-    max_waiting_changes: int = 100_000
+    max_waiting_changes: int = 20_000
     heartbeat_seconds: float = 1.0
     keys_folder: str | None = None
     query_token_file: str | None = None
@@ -72,8 +72,9 @@ class EventsConfig:
             ("max_waiting_changes", 100, 10_000_000),
             ("heartbeat_seconds", 0.1, 3600.0),
         ):
-            if not least <= (value := getattr(self, name)) <= most:
-                raise ConfigError(f"events.{name} is {value}; use {least} to {most}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+                raise ConfigError(f"events.{name} is {value!r}; use {least} to {most}")
         if self.endpoint == self.replay_endpoint:
             raise ConfigError(f"events.replay_endpoint is {self.endpoint!r}, as events.endpoint; give it another one")
 

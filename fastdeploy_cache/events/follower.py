@@ -60,7 +60,9 @@ class Follower:
     this tells of each disconnection before what comes over the next connection.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_taken: bool = False) -> None:
+        """`keeps_taken`: the messages that were taken in wait in `taken` for somebody."""
+        self.taken: deque[tuple[int, bytes]] | None = deque() if keeps_taken else None
         self.index = BlockIndex()
         self.state = FollowState.LOST
         self.scheme: NameScheme | None = None
@@ -178,6 +180,7 @@ class Follower:
         self.epoch, self.scheme, self._expected = answer.epoch, answer.scheme, answer.sequence
         self.heartbeat_seconds = answer.heartbeat_seconds
         self.index.clear()
+        self.index.groups = dict(answer.groups)
         self._ask_piece()
 
     def _ask_piece(self) -> None:
@@ -227,6 +230,8 @@ class Follower:
         if self._take_in(payload):
             self._expected = sequence + 1
             self.num_messages += 1
+            if self.taken is not None:
+                self.taken.append((sequence, payload))
         else:
             self._lose()
 

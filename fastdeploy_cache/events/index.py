@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fastdeploy_cache.events.wire import MEDIA, AllBlocksCleared, BlockName, BlockRemoved, BlockStored, Event
 
 _BITS = {medium: 1 << place for place, medium in enumerate(MEDIA)}
-_FULL_KINDS = (None, "full_attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +34,14 @@ class BlockIndex:
     Attributes:
         blocks: of the full row, the media that each is in, as bits: 1 GPU, 2 CPU, 4 DISK.
         units: the same of the other groups of a hybrid model, by group and name.
+        groups: of such a model, kind and window of each but the full one, by number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Mapping[int, tuple[str, int]] | None = None) -> None:
+        """`groups`: of a hybrid model, kind and window of each but the full one, by number."""
         self.blocks: dict[BlockName, int] = {}  # bits, of the full row
         self.units: dict[tuple[int, BlockName], int] = {}  # bits, of the other groups of a hybrid model
-        self._groups: dict[int, tuple[str, int]] = {}  # their kind and window
+        self.groups = dict(groups or {})
         self._num = Counter[tuple[int, str]]()
 
     def clear(self) -> None:
@@ -66,8 +67,6 @@ class BlockIndex:
             return
         group, medium = event.group_idx or 0, event.medium or MEDIA[0]
         if isinstance(event, BlockStored):
-            if group and event.kv_cache_spec_kind not in _FULL_KINDS:
-                self._groups[group] = event.kv_cache_spec_kind or "", event.kv_cache_spec_sliding_window or 0
             self._store(event.block_hashes, group, medium, bit)
         else:
             self._remove(event, group, medium, bit)
@@ -107,7 +106,7 @@ class BlockIndex:
             if not there:
                 break
             bits.append(there)
-        end = self._boundary(names, len(bits), block_size) if self._groups else len(bits)
+        end = self._boundary(names, len(bits), block_size) if self.groups else len(bits)
         in_media = Counter([each & -each for each in bits[:end]])  # the lowest bit: the fastest medium
         gpu, cpu, disk = (in_media[bit] * block_size for bit in _BITS.values())
         return PrefixFound(num_tokens=end * block_size, num_gpu_tokens=gpu, num_cpu_tokens=cpu, num_disk_tokens=disk)
@@ -115,12 +114,12 @@ class BlockIndex:
     def _boundary(self, names: Sequence[BlockName], num_blocks: int, block_size: int) -> int:
         """The last boundary at which every group has what is read behind it."""
         for end in range(num_blocks, 0, -1):
-            if all(self._has_units(names, end, group, block_size) for group in self._groups):
+            if all(self._has_units(names, end, group, block_size) for group in self.groups):
                 return end
         return 0
 
     def _has_units(self, names: Sequence[BlockName], end: int, group: int, block_size: int) -> bool:
-        kind, window = self._groups[group]
+        kind, window = self.groups[group]
         if kind == "mamba":
             first = end - 1
         elif kind == "chunked_local_attention":

@@ -85,11 +85,18 @@ Record = Began | TreeCleared | RunTold | RunGone | RunParted | RunsJoined
 Note = tuple[Any, ...]  # a record as it is noted, which is packed later
 
 
-def encode_notes(notes: Sequence[Note]) -> bytes:
-    """Records in a row, as one message."""
-    return msgspec.msgpack.encode(notes)
+class Delivery(msgspec.Struct, array_like=True):
+    """Records in a row. Where a number is left out, some are lost, and what follows counts from the next `Began` on."""
+
+    number: int
+    records: list[Record]
 
 
-def decode_records(data: bytes) -> list[Record]:
-    """The records of such a message. Raises `CodecError`."""
-    return decode(data, list[Record])
+def encode_notes(number: int, notes: Sequence[Note]) -> bytes:
+    """A `Delivery`, of records as they were noted."""
+    return msgspec.msgpack.encode((number, notes))
+
+
+def decode_delivery(data: bytes) -> Delivery:
+    """The delivery in a message. Raises `CodecError`."""
+    return decode(data, Delivery)

@@ -10,7 +10,7 @@ from typing import Self
 
 from fastdeploy_cache.books.tokens import TokenIds
 from fastdeploy_cache.config.events import EventsConfig
-from fastdeploy_cache.errors import CodecError
+from fastdeploy_cache.errors import CodecError, ConfigError, IPCError
 from fastdeploy_cache.events.follower import Follower, ReplayFrom
 from fastdeploy_cache.events.index import PrefixFound
 from fastdeploy_cache.events.names import BlockNaming, NameScheme, name_blocks
@@ -18,15 +18,19 @@ from fastdeploy_cache.events.questions import Answer
 from fastdeploy_cache.events.wire import BlockName
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.event_stream import Answered, Disconnected, EventInlet, Heard, StreamAddress
 from fastdeploy_cache.ipc.peer_channel import load_keys
 from fastdeploy_cache.ipc.poller import Poller, Wakeup
+
+logger = event_log(__name__)
 
 _ANSWER_SECONDS, _REFUSED_SECONDS = 2.0, 0.2  # then a question is asked again
 _FIRST_SILENCE_SECONDS = 5.0  # while nobody has said how often a heartbeat comes
 _NUM_HEARTBEATS = 4  # that may be missed
 _LONGEST_SECONDS = 3600.0
-_MOST_AT_ONCE = 256  # messages taken in under the lock
+_MOST_AT_ONCE = 32  # messages taken in under the lock
+_KEY_CHARACTERS = 40
 
 
 class Mirror:
@@ -36,6 +40,9 @@ class Mirror:
     the first snapshot is there, and not from a loss, a restart or a silence of the publisher until it has caught up:
     then it finds nothing, so that it never says of a block that it is cached when it had gone as the last message was
     sent. Any thread may ask; a thread of its own listens.
+
+    Attributes:
+        failure: why it listens no more; None: it does, or was closed.
     """
 
     def __init__(
@@ -53,19 +60,24 @@ class Mirror:
 
         `endpoint` and `replay_endpoint` are those of its settings, with the same default. `keys_folder` and
         `publisher_key` (its public key) are needed where it has keys. `on_message` is called with the sequence and the
-        payload of each message that is taken in from the stream, on the mirror's thread; it must not raise.
+        payload of each message that is taken in, also of one that was asked for again, on the mirror's thread. What it
+        raises of `OSError` ends the mirror.
 
         Raises:
-            ConfigError, IPCError: addresses that are none, or keys that cannot be read.
+            ConfigError, IPCError: addresses or keys that are none, or keys that cannot be read.
         """
         settings = EventsConfig(endpoint=endpoint, replay_endpoint=replay_endpoint, keys_folder=keys_folder)
         keys = load_keys(Path(keys_folder)) if keys_folder is not None else None
+        if keys is not None and len(publisher_key) != _KEY_CHARACTERS:
+            raise ConfigError(f"publisher_key is {publisher_key!r}; give the publisher's public key, of 40 characters")
         self._address = StreamAddress(*settings.endpoints(0), topic.encode(), keys)
         self._clock, self._on_message = clock, on_message
         self._inlet = EventInlet(self._address, publisher_key)
-        self._follower, self._lock = Follower(), threading.Condition()
+        self._follower, self._lock = Follower(keeps_taken=on_message is not None), threading.Condition()
+        self.failure: Exception | None = None
         self._naming: tuple[NameScheme, BlockNaming] | None = None
         self._heard_at = self._asked_at = clock.now()
+        self._share = clock.random_bytes(1)[0] / 255
         self._is_closing, self._wakeup = False, Wakeup()
         self._thread = threading.Thread(target=self._run, name="event-mirror", daemon=True)
         self._thread.start()
@@ -79,10 +91,16 @@ class Mirror:
         self.close()
 
     def close(self) -> None:
-        """Stop listening. Safe to call twice."""
+        """Stop listening. It is current no more. Safe to call twice, and from `on_message`."""
         self._is_closing = True
         self._wakeup.set()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def wait_closed(self, timeout_seconds: float | None) -> bool:
+        """Wait until it listens no more: `close` was called, or its thread has ended with `failure`."""
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
 
     # -- asking
 
@@ -154,9 +172,22 @@ class Mirror:
                 self._ask()
                 self._wait()
                 self._listen()
-        finally:
+                while self._follower.taken:
+                    self._tell(*self._follower.taken.popleft())
+        except (IPCError, OSError, MemoryError) as error:
+            self.failure = error
+            logger.warning("event=mirror_failed error=%r", error)
+        finally:  # whatever ends it: what is known gets old from now on
+            with self._lock:
+                self._is_closing = True
+                self._follower.on_disconnected()
+                self._lock.notify_all()
             self._inlet.close()
             self._wakeup.close()
+
+    def _tell(self, sequence: int, payload: bytes) -> None:
+        if self._on_message is not None:
+            self._on_message(sequence, payload)
 
     def _wait(self) -> None:
         poller = Poller(self._clock)
@@ -168,8 +199,12 @@ class Mirror:
     def _silent_at(self) -> float:
         """When a missing answer, or message, says something."""
         if self._follower.is_asking:
-            return self._asked_at + (_REFUSED_SECONDS if self._follower.is_refused else _ANSWER_SECONDS)
+            return self._asked_at + (self._rest() if self._follower.is_refused else _ANSWER_SECONDS)
         return self._heard_at + (_NUM_HEARTBEATS * self._follower.heartbeat_seconds or _FIRST_SILENCE_SECONDS)
+
+    def _rest(self) -> float:
+        """Seconds before it asks again: others were refused at the same time."""
+        return _REFUSED_SECONDS * (0.5 + self._share)
 
     def _listen(self) -> None:
         with self._lock:
@@ -182,8 +217,8 @@ class Mirror:
                 if (question := follower.take_question()) is not None:
                     self._send(question)
             if self._clock.now() >= self._silent_at():
+                follower.on_silence()
                 self._inlet.renew()
-                self._follower.on_silence()
                 self._heard_at = self._clock.now()
             self._lock.notify_all()
 
@@ -191,6 +226,7 @@ class Mirror:
         follower = self._follower
         if isinstance(heard, Disconnected):
             follower.on_disconnected()
+            self._inlet.renew()  # answers of the old one may still lie there, and would be taken for the new one's
         elif isinstance(heard, Answered):
             try:
                 answer: Answer = decode(heard.answer, Answer)
@@ -200,8 +236,6 @@ class Mirror:
         elif not heard.is_replayed:
             self._heard_at = self._clock.now()
             follower.on_message(heard.sequence, heard.payload)
-            if self._on_message is not None:
-                self._on_message(heard.sequence, heard.payload)
         elif heard.sequence < 0:
             follower.on_replay_end()
         else:

@@ -51,12 +51,14 @@ class PublisherState(_Answer, frozen=True, tag="state"):
     """A lifetime has an `epoch` of its own; `sequence` is that of the next message.
 
     `snapshot`: the number of the one that was asked for. It holds what all messages before `sequence` have told.
+    `groups`: kind and window of each group of a hybrid model but the full one, by number.
     """
 
     epoch: int
     sequence: int
     scheme: NameScheme
     heartbeat_seconds: float
+    groups: dict[int, tuple[str, int]] = {}
     snapshot: int | None = None
 
 

@@ -55,9 +55,7 @@ def _cache(num_blocks: int, *, is_published: bool) -> Iterator[PrefixCacheManage
 
 def _prompt(number: int, num_blocks: int) -> Tokens:
     tokens: Tokens = np.arange(num_blocks * _SIZE, dtype=np.int32)
-    tokens[_SIZE:] += 16 * number  # prompts part behind their first block
-    tokens[:_SIZE] += number % 64
-    return tokens
+    return tokens + np.int32(16 * number)
 
 
 def _serve(cache: PrefixCacheManager, number: int, num_blocks: int, num_steps: int) -> None:

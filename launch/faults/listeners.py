@@ -13,7 +13,7 @@ from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.events.feed.tap import EventTap
 from fastdeploy_cache.events.follower import Follower, ReplayFrom
 from fastdeploy_cache.events.index import BlockIndex
-from fastdeploy_cache.events.journal import decode_records, encode_notes
+from fastdeploy_cache.events.journal import decode_delivery, encode_notes
 from fastdeploy_cache.events.names import NameScheme
 from fastdeploy_cache.events.publisher.answers import Answers
 from fastdeploy_cache.events.publisher.setup import PublisherSetup
@@ -27,7 +27,7 @@ from fastdeploy_cache.transfer_manager.kv.groups import Row
 Units = dict[tuple[int, BlockName], int]
 Known = tuple[dict[BlockName, int], Units]  # blocks of the full row, and units of others, with their media
 _NUM_KEPT = 12  # messages that a publisher sends again
-_MOST_STATES, _MOST_WAITING = 400, 10_000
+_MOST_STATES, _MOST_WAITING = 400, 12
 _QUIET_EVERY, _BEGIN_EVERY = 60, 97
 
 
@@ -147,9 +147,8 @@ class Listeners:
     def _live(self) -> None:
         self.num_looks += 1
         draw = self._random.random
-        self.tap.note_forgotten()
-        if self.num_looks % _BEGIN_EVERY == 0:
-            self.tap.begin()  # as where the engine has dropped what waited
+        if self.num_looks % _BEGIN_EVERY == 0 or not self.tap.is_on:  # too much was waiting
+            self.tap.begin()
         if draw() < 0.4:
             self._publish()
         for listener in self._listeners:
@@ -165,7 +164,8 @@ class Listeners:
 
     def _take(self) -> None:
         """A record or two, so that some runs are told while others have changed again."""
-        for record in decode_records(encode_notes(self.tap.take(self._random.randrange(1, 4), 2**20))):
+        delivery = decode_delivery(encode_notes(0, self.tap.take(self._random.randrange(1, 4), 2**20)))
+        for record in delivery.records:
             self._publisher.tree.apply(record)
 
     def _publish(self) -> None:
@@ -204,7 +204,9 @@ class Listeners:
     def _be_quiet(self) -> None:
         """All is told, and nothing gets lost any more."""
         self.num_quiet += 1
-        self.tap.note_forgotten()
+        if not self.tap.is_on:
+            self.tap.begin()
+        self._take()  # a reset is found by it, where nothing else has said so
         while self.tap.is_behind:
             self._take()
         for _ in range(2):

@@ -62,7 +62,9 @@ def listen(endpoint: str, options: _Options) -> None:
             with lock:
                 out.write(f"== cached now, in blocks of {counted(mirror.block_size or 0, 'token')}: {there}\n")
                 out.flush()
-        threading.Event().wait(options.seconds)
+        mirror.wait_closed(options.seconds)
+        if mirror.failure is not None:
+            raise mirror.failure
 
 
 def _publisher_key(folder: Path) -> bytes:

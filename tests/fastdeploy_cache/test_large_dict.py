@@ -9,7 +9,7 @@ import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.books import prefix_tree
-from fastdeploy_cache.books.large_dict import SMALL, LargeDict, piece_of, put
+from fastdeploy_cache.books.large_dict import SMALL, LargeDict, piece_of, pieces, put
 
 NUM_PROMPTS = 2 * SMALL
 
@@ -44,6 +44,24 @@ def test_it_answers_as_a_plain_dict_does(seed: int) -> None:
     assert large[b"one"] == 1
     with pytest.raises(KeyError):
         large[b"none"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_have_all_that_stays(seed: int) -> None:
+    """While many entries come and go between two pieces: none that was there all the time is left out."""
+    draw = random.Random(seed)
+    entries = filled(draw.choice([10, 5 * SMALL]))
+    steady, seen, number = set(range(0, len(entries), 7)), set[int](), len(entries)
+    going = [each for each in range(len(entries)) if each not in steady]
+    for piece in pieces(lambda: entries):  # noqa: B023 (it is asked for what is there now)
+        seen.update(piece)
+        for _ in range(draw.randrange(900)):
+            if going and draw.random() < 0.7:
+                entries.pop(b"%d" % going.pop(), None)
+            else:
+                number += 1
+                entries = put(entries, b"%d" % number, number, crc32)
+    assert steady <= seen
 
 
 def test_it_stays_a_plain_dict_while_it_is_small() -> None:

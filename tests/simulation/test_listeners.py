@@ -4,7 +4,7 @@ code."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -68,8 +68,8 @@ def _tells_gpu_alone(tree: ToldTree) -> list[Any]:
     return [part for part in _FREEZE(tree) if part[1] == "GPU"]
 
 
-def _tells_of_parents_only(tap: EventTap, runs: object) -> None:
-    return None
+def _tells_of_parents_only(tap: EventTap, run: object) -> Iterator[None]:
+    return iter(())
 
 
 _FREEZE = ToldTree.freeze
@@ -85,7 +85,7 @@ _FREEZE = ToldTree.freeze
         (EventTap, "note_forgotten", _is_deaf),
         (EventTap, "ended", _is_deaf),
         (EventTap, "joined", _is_deaf),
-        (EventTap, "_tell_later", _tells_of_parents_only),
+        (EventTap, "_untold_below", _tells_of_parents_only),
         (Node, "cut", _is_deaf),
         (ToldTree, "freeze", _tells_gpu_alone),
     ],

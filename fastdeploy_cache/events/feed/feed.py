@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.changes import Forgotten
+from fastdeploy_cache.books.changes import Forgotten, GpuForgotten, TierLost
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.config.events import EventsConfig
 from fastdeploy_cache.errors import ConfigError, LifeCycleError
 from fastdeploy_cache.events.feed.owner import PublisherOwner
 from fastdeploy_cache.events.feed.tap import EventTap
-from fastdeploy_cache.events.journal import encode_notes
+from fastdeploy_cache.events.journal import Note, encode_notes
 from fastdeploy_cache.events.names import NameScheme
 from fastdeploy_cache.events.publisher.setup import PublisherSetup
 from fastdeploy_cache.ipc.event_log import event_log
@@ -31,7 +31,7 @@ from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, Tra
 logger = event_log(__name__)
 
 _GATHER_SECONDS = 0.005  # from the first note to the message that brings it
-_IDLE_SECONDS = 60.0
+_IDLE_SECONDS, _FAILED_SECONDS = 60.0, 1.0
 _TURN_BYTES = 2**19  # of tokens that one turn copies: a tenth of a millisecond of the lock
 _TURN_RUNS = 64  # that one turn tells
 _MOST_IN_FLIGHT = 4  # messages to the publisher
@@ -54,6 +54,7 @@ class EventFeed:
         self._events, self._books, self._clock = config.events, books, books.clock
         self._scheme = _scheme_of(self._events, config.block_size)
         self._scheme.names()
+        self._endpoints = self._events.endpoints(config.transfer.data_parallel_id)
         self._token = _token_in(self._events.query_token_file)
         layout = config.rank_layout()
         self._rows = tuple(layout.rows[1:]) if layout is not None else ()
@@ -64,13 +65,13 @@ class EventFeed:
         self._processes = Processes(self._transfer, kind, PublisherOwner(self._transfer, self._new_setup), self._clock)
         self._thread: threading.Thread | None = None
         self._task_ids = itertools.count(1)
-        self._num_in_flight = self._num_dropped = self._sequence = 0
+        self._num_sent = self._num_in_flight = self._num_dropped = self._sequence = 0
         self._answers: deque[TransferResult] = deque()  # put by the I/O thread
         self._is_new = self._is_closing = False  # the publisher knows nothing yet
 
     def _new_setup(self, incarnation: int, queue_fds: tuple[int, ...], signal_fd: int) -> PublisherSetup:
         events, data_parallel_id = self._events, self._transfer.data_parallel_id
-        endpoint, replay_endpoint = events.endpoints(data_parallel_id)
+        endpoint, replay_endpoint = self._endpoints
         return PublisherSetup(
             rank=0,
             incarnation=incarnation,
@@ -99,7 +100,8 @@ class EventFeed:
         """
         with self._books:
             self.tap.hang()
-        self._books.listen(Forgotten, lambda _: self.tap.note_forgotten())
+        for change in (Forgotten, GpuForgotten, TierLost):  # whatever may have reset the tree
+            self._books.listen(change, lambda _: self.tap.note_forgotten())
         callbacks = Callbacks(self._on_result, on_ready=self._on_ready)
         io = self._processes.start(callbacks, _START_SECONDS)
         if io.start_failure is not None:
@@ -136,8 +138,11 @@ class EventFeed:
             self._clock.sleep(_GATHER_SECONDS)
             try:
                 self.turn()
-            except LifeCycleError:  # a turn of another thread does not end: later
-                logger.warning("event=events_wait reason=lock")
+            except (LifeCycleError, MemoryError, ValueError) as error:  # another thread's turn does not end, or so
+                logger.warning("event=events_failed error=%r action=tell_all_anew", error)
+                self._is_new = True
+                self._clock.sleep(_FAILED_SECONDS)
+                self._wake.set()
 
     def turn(self) -> None:
         """Send what the publisher takes now. The thread's; a simulation calls it by itself."""
@@ -145,13 +150,13 @@ class EventFeed:
         if self.tap.num_dropped > self._num_dropped:
             self._num_dropped, self._is_new = self.tap.num_dropped, True
             logger.warning("event=events_dropped max=%d action=tell_all_anew", self._events.max_waiting_changes)
-        if self._is_new:
-            self._begin()
+        if self._is_new and not self._begin():
+            return
         while self.tap.is_behind and self._num_in_flight < _MOST_IN_FLIGHT:
             with self._books:
                 notes = self.tap.take(_TURN_RUNS, _TURN_BYTES)
             if notes:
-                self._submit(encode_notes(notes))
+                self._submit(notes)
 
     def tell_anew(self) -> None:
         """Whatever the publisher knows, tell it all that is cached from the begin."""
@@ -170,17 +175,26 @@ class EventFeed:
 
     def _stop_telling(self) -> None:
         """What the publisher knows, or will hear, has a gap: nothing of it counts before it has heard all anew."""
+        self._is_new = True  # first: the lock may not be had
         with self._books:
             self.tap.deafen()
-        self._is_new = True
 
-    def _begin(self) -> None:
-        if not self._num_in_flight and self._processes.has_room(TaskKind.PUBLISH):
-            self._is_new = False
+    def _begin(self) -> bool:
+        """Begin anew, once what was sent before has been answered; whether it has been."""
+        if self._num_in_flight or not self._processes.has_room(TaskKind.PUBLISH):
+            return False
+        self._is_new = False  # first: what comes in between counts again
+        try:
             with self._books:
                 self.tap.begin()
+        except BaseException:
+            self._is_new = True
+            raise
+        return True
 
-    def _submit(self, piece: bytes) -> None:
+    def _submit(self, notes: list[Note]) -> None:
+        detail = encode_notes(self._num_sent, notes)
+        self._num_sent += 1
         self._num_in_flight += 1
         self._processes.submit(
             TransferTask(
@@ -189,7 +203,7 @@ class EventFeed:
                 source_ids=_NO_IDS,
                 destination_ids=_NO_IDS,
                 deadline=self._clock.now() + _TASK_SECONDS,
-                detail=piece,
+                detail=detail,
             )
         )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES
 from fastdeploy_cache.books.checkpoint import Checkpoint, chain_of
+from fastdeploy_cache.books.large_dict import pieces
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU, Run, Tier
 from fastdeploy_cache.books.taps import Loss
@@ -16,6 +17,7 @@ _BEGAN, _CLEARED, _RUN = (int(RecordTag[name]) for name in ("BEGAN", "CLEARED", 
 _GONE, _PARTED, _JOINED = (int(RecordTag[name]) for name in ("GONE", "PARTED", "JOINED"))
 _NOBODY = sys.maxsize  # as the last number that is known no more: none is
 _NO_TOKENS = sys.maxsize
+_STEPS_A_RUN = 16
 
 
 class EventTap:
@@ -44,7 +46,7 @@ class EventTap:
         self._base = _NOBODY  # runs up to this number are not told
         self._is_on = self._is_woken = False
         self._epoch = -1
-        self._to_tell: list[Iterator[Run]] = []
+        self._to_tell: list[Iterator[Run | None]] = []
         self.num_records = self.num_begun = self.num_dropped = 0
 
     def hang(self) -> None:
@@ -65,14 +67,12 @@ class EventTap:
         self._base, self._is_on, self._epoch = self._last, True, self._tree.epoch
         self.num_begun += 1
         self._note((_BEGAN,))
-        self._to_tell = [iter(list(self._tree.roots.values()))]
+        self._to_tell = [self._untold_roots()]
 
     def deafen(self) -> None:
         """Remember nothing any more, until `begin`. In a turn."""
         self._base, self._is_on = _NOBODY, False
-        self._dirty.clear()
-        self._shapes.clear()
-        self._to_tell.clear()
+        self._dirty, self._shapes, self._to_tell = {}, [], []
 
     @property
     def is_on(self) -> bool:
@@ -82,7 +82,7 @@ class EventTap:
     @property
     def is_behind(self) -> bool:
         """Whether there is something to take."""
-        return bool(self._shapes or self._dirty or self._to_tell)
+        return self._is_on and bool(self._shapes or self._dirty or self._to_tell)
 
     # -- taking
 
@@ -91,34 +91,45 @@ class EventTap:
 
         In a turn. Changes of shape come first, as the runs are as they are behind these.
         """
+        self.note_forgotten()  # also where nobody has said so
+        if not self._is_on:
+            return []
         notes, self._shapes = self._shapes, []
-        while num_token_bytes > 0 and len(notes) < num_runs:
-            run = next(iter(self._dirty), None) or self._next_untold()
-            if run is None:
-                break
-            num_token_bytes -= self._tell_with_above(run, notes)
+        num_steps = _STEPS_A_RUN * num_runs  # past runs that are told already, or have gone
+        while num_steps > 0 and num_token_bytes > 0 and len(notes) < num_runs and (self._dirty or self._to_tell):
+            num_steps -= 1
+            run = next(iter(self._dirty)) if self._dirty else self._step()
+            if run is not None:
+                num_token_bytes -= self._tell_with_above(run, notes)
         if not self.is_behind:
             self._is_woken = False
         self.num_records += len(notes)
         return notes
 
-    def _next_untold(self) -> Run | None:
-        """The next run that is not told, of those that were there at `begin`."""
-        while self._to_tell:
-            run = next(self._to_tell[-1], None)
-            if run is None:
-                self._to_tell.pop()
-            elif run.parent is None:
-                if self._tree.roots.get(run.namespace) is run:  # else it has gone meanwhile
-                    self._tell_later(run.children.values())
-            elif run.number <= self._base and run.epoch == self._epoch:
-                return run
-        return None
+    def _step(self) -> Run | None:
+        """Look at the next run of those that were there at `begin`: it, where it is not told yet."""
+        try:
+            run = next(self._to_tell[-1])
+        except StopIteration:
+            self._to_tell.pop()
+            return None
+        if run is None or run.parent is None or run.number > self._base:
+            return None
+        return run if run.epoch == self._epoch else None
 
-    def _tell_later(self, runs: Iterable[Run]) -> None:
-        """A copy: they come and go before it is their turn."""
-        if some := [run for run in runs if run.number <= self._base]:
-            self._to_tell.append(iter(some))
+    def _untold_roots(self) -> Iterator[Run | None]:
+        """The runs that begin prompts, a piece of the roots at a time; None: a step without one."""
+        for piece in pieces(lambda: self._tree.roots):
+            yield None
+            for root in piece:
+                yield from self._untold_below(root)
+
+    @staticmethod
+    def _untold_below(run: Run) -> Iterator[Run | None]:
+        """The runs below one, a piece at a time."""
+        for piece in pieces(lambda: run.children):
+            yield None
+            yield from piece
 
     def _tell_with_above(self, run: Run, notes: list[Note]) -> int:
         """Note what runs above it have, as far as that is not told, and what it has itself; returns the token bytes.
@@ -143,7 +154,7 @@ class EventTap:
             self._last += 1
             run.number, first = self._last, 0
             if run.children:
-                self._tell_later(run.children.values())
+                self._to_tell.append(self._untold_below(run))
         tokens = bytes(memoryview(run.tokens)[first * size : run.num_blocks * size]) if first < run.num_blocks else b""
         extras = {b: extra for b, extra in run.extras.items() if b >= first} if run.extras is not None else None
         anchors = [(c.end, c.boundary, (c.units is not None) + 2 * (c.pages is not None)) for c in chain_of(run)]
@@ -164,8 +175,13 @@ class EventTap:
             self._dirty[run] = first
             if not self._is_woken:
                 self._wake_up()
-        elif self._is_on:
-            self._meet(run)
+        elif self._is_on:  # it will be told, unless it is of an earlier epoch
+            if self._residency.epoch != self._epoch:
+                self.note_forgotten()
+            if run.epoch == self._epoch and self._is_on:
+                self._dirty[run] = 0
+                if not self._is_woken:
+                    self._wake_up()
 
     def left(self, run: Run, tier: Tier, first: int, num_blocks: int, why: Loss) -> None:  # noqa: ARG002 (a tap)
         """See `Taps`."""
@@ -193,6 +209,10 @@ class EventTap:
             self._last += 1
             upper.number = self._last
             self._note((_PARTED, upper.number, lower.number, upper.num_blocks))
+        elif first is None and self._is_on:
+            self._to_tell.append(iter((upper,)))  # nobody else comes by it, where the lower part goes first
+        if not self._is_on:  # or too much was waiting just now
+            return
         if first is not None:  # what was not told of it is not told of its parts
             self._dirty[upper] = first
             self._dirty[lower] = first if first == _NO_TOKENS else max(0, first - upper.num_blocks)
@@ -203,9 +223,11 @@ class EventTap:
         if upper.number > self._base:
             if lower.number > self._base:
                 self._note((_JOINED, upper.number, lower.number, num_above))
+                if not self._is_on:
+                    return
             else:
                 of_lower = 0
-                self._tell_later(upper.children.values())
+                self._to_tell.append(self._untold_below(upper))
             if of_lower is not None or upper in self._dirty:
                 self._dirty[upper] = min(self._dirty.get(upper, _NO_TOKENS), num_above)
         elif of_lower is not None:
@@ -227,18 +249,8 @@ class EventTap:
         """The tree may have been reset: what is told now is of another epoch. In a turn."""
         if self._is_on and self._tree.epoch != self._epoch:
             self._epoch, self._base = self._tree.epoch, self._last
-            self._dirty.clear()
-            self._to_tell = [iter(list(self._tree.roots.values()))]
+            self._dirty, self._to_tell = {}, [self._untold_roots()]
             self._note((_CLEARED,))
-
-    def _meet(self, run: Run) -> None:
-        """A run that is not told has got blocks. It will be told, unless it is of an earlier epoch."""
-        if self._residency.epoch != self._epoch:
-            self.note_forgotten()
-        if run.epoch == self._epoch:
-            self._dirty[run] = 0
-            if not self._is_woken:
-                self._wake_up()
 
     def _note(self, note: Note) -> None:
         shapes = self._shapes

@@ -10,6 +10,7 @@ from fastdeploy_cache.events.index import BlockIndex
 from fastdeploy_cache.events.names import name_blocks
 from fastdeploy_cache.events.publisher.setup import PublisherSetup
 from fastdeploy_cache.events.publisher.snapshots import KeptSnapshots
+from fastdeploy_cache.events.publisher.stretch import groups_of
 from fastdeploy_cache.events.publisher.tree import ToldTree
 from fastdeploy_cache.events.questions import (
     Answer,
@@ -34,7 +35,7 @@ class Answers:
         """`epoch`: of this lifetime of the publisher."""
         self._tree, self._setup, self._epoch, self._clock = tree, setup, epoch, clock
         self._naming = setup.scheme.names()
-        self._index = BlockIndex() if setup.token is not None else None
+        self._index = BlockIndex(groups_of(setup.rows)) if setup.token is not None else None
         self._snapshots = KeptSnapshots(tree.stored, setup.scheme.block_size)
 
     def take_in(self, events: Sequence[Event]) -> None:
@@ -70,13 +71,17 @@ class Answers:
             return SnapshotPiece(number=question.number, snapshot=at[0], piece=at[1], payload=payload, is_last=is_last)
         if isinstance(question, AskPrefix):
             return self._prefix(question)
-        snapshot = self._snapshots.begin(self._tree.freeze(), now) if isinstance(question, AskSnapshot) else None
+        snapshot = None
+        if isinstance(question, AskSnapshot):
+            self._snapshots.check_room(now)
+            snapshot = self._snapshots.begin(self._tree.freeze(), now)
         return PublisherState(
             number=question.number,
             epoch=self._epoch,
             sequence=next_sequence,
             scheme=self._setup.scheme,
             heartbeat_seconds=self._setup.interval_seconds,
+            groups=groups_of(self._setup.rows),
             snapshot=snapshot,
         )
 

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from fastdeploy_cache.errors import ConfigError, IPCError, PeerRefusedError, QueueDisconnectedError
-from fastdeploy_cache.events.journal import decode_records
+from fastdeploy_cache.events.journal import decode_delivery
 from fastdeploy_cache.events.publisher.answers import Answers
 from fastdeploy_cache.events.publisher.setup import PublisherSetup
 from fastdeploy_cache.events.publisher.tree import ToldTree
@@ -38,7 +38,7 @@ from fastdeploy_cache.transfer_manager.task import Lane, RankResult
 
 logger = logging.getLogger(__name__)
 
-_MOST_QUESTIONS = 64  # that are answered between two looks at what the engine says
+_ANSWERING_SECONDS = 0.1  # between two looks at what the engine says
 _MESSAGE_BLOCKS = 4096  # told in one message
 
 
@@ -65,6 +65,7 @@ class PublisherServer:
             raise
         epoch = int.from_bytes(SYSTEM_CLOCK.random_bytes(8), "big") >> 1
         self._answers = Answers(self._tree, setup, epoch, SYSTEM_CLOCK)
+        self._next_delivery = 0
         self._lanes: dict[Lane, RankQueue] = {}
         self._stopped_lanes: set[Lane] = set()
         self._sent_at = SYSTEM_CLOCK.now()
@@ -104,19 +105,21 @@ class PublisherServer:
                     self._signal.state = RankState.STOPPING
                 else:
                     self._do(lane, message)
-        for _ in range(_MOST_QUESTIONS):
-            if (asked := self._outlet.get_question()) is None:
-                break
+        until = SYSTEM_CLOCK.now() + _ANSWERING_SECONDS
+        while SYSTEM_CLOCK.now() < until and (asked := self._outlet.get_question()) is not None:
             self._outlet.answer(asked[0], self._answers.answer(asked[1], self._outlet.next_sequence))
-        now = SYSTEM_CLOCK.now()
-        if now - self._sent_at >= self._setup.interval_seconds:
-            self._answers.drop_idle()
+        self._answers.drop_idle()
+        if SYSTEM_CLOCK.now() - self._sent_at >= self._setup.interval_seconds:
             self._publish([])
 
     # -- what the engine tells
 
     def _do(self, lane: Lane, message: TaskMessage) -> None:
-        for record in decode_records(message.task.detail):  # what does not fit ends this process: all is told anew then
+        delivery = decode_delivery(message.task.detail)
+        if delivery.number != self._next_delivery:
+            self._tree.distrust()
+        self._next_delivery = delivery.number + 1
+        for record in delivery.records:  # what does not fit ends this process: all is told anew then
             self._tree.apply(record)
         events = self._tree.take()
         self._answers.take_in(events)

@@ -45,11 +45,14 @@ class KeptSnapshots:
         self._by_number: dict[int, _Snapshot] = {}
         self._last = 0
 
-    def begin(self, parts: Sequence[Part], now: float) -> int:
-        """Keep these; returns the snapshot's number. Raises `LookupError`: there are too many."""
+    def check_room(self, now: float) -> None:
+        """Raise `LookupError` where there are too many."""
         self.drop_idle(now)
         if len(self._by_number) >= _MOST:
             raise LookupError
+
+    def begin(self, parts: Sequence[Part], now: float) -> int:
+        """Keep these; returns the snapshot's number."""
         self._last += 1
         snapshot = self._by_number[self._last] = _Snapshot(parts, self._stored, self._block_size)
         snapshot.asked_at = now

@@ -65,6 +65,11 @@ class Stretch(NamedTuple):
         return [each or None for each in keys]
 
 
+def groups_of(rows: Sequence[Row]) -> dict[int, tuple[str, int]]:
+    """Kind and window of each group behind the full one, as they are told."""
+    return {number: (_KINDS[row.kind], row.reach_tokens) for number, row in enumerate(rows, start=1)}
+
+
 class Teller:
     """Makes events. `group`: 0 is the full row of a hybrid model, others count from 1; None: there are no groups."""
 

@@ -14,6 +14,7 @@ from fastdeploy_cache.events.publisher.stretch import Stretch, Teller, stretches
 from fastdeploy_cache.events.wire import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from fastdeploy_cache.transfer_manager.kv.groups import Row
 
+_MOST_REMOVED = 2048  # blocks in one event
 Part = tuple[Stretch, str, int | None]  # with its medium and group
 
 
@@ -36,6 +37,10 @@ class ToldTree:
         self._tops: dict[int, Node] = {}  # those that begin prompts
         self._num_units = Counter[tuple[int, int, bytes]]()  # by row, tier and digest
         self._events: list[Event] = []
+        self._has_begun = False
+
+    def distrust(self) -> None:
+        """Some records are lost: nothing counts before the next `Began`."""
         self._has_begun = False
 
     def take(self) -> list[Event]:
@@ -148,7 +153,9 @@ class ToldTree:
 
     def _remove(self, tier: int, group: int | None, digests: bytes | bytearray) -> None:
         names = self._teller.names(digests)
-        self._events.append(BlockRemoved(block_hashes=names, medium=MEDIA[tier], group_idx=group))
+        for start in range(0, len(names), _MOST_REMOVED):
+            some = names[start : start + _MOST_REMOVED]
+            self._events.append(BlockRemoved(block_hashes=some, medium=MEDIA[tier], group_idx=group))
 
     def _end(self, number: int) -> None:
         """A run has gone, with all below it. One that is not known went with the one above it."""
@@ -231,8 +238,9 @@ class ToldTree:
             for tier, there in enumerate(node.anchors):
                 for place, boundary in there.items():
                     for row, whole in self._units(node, place, boundary):
-                        parts = [whole.part(at, at + 1) for at in range(whole.num_blocks)]
-                        fresh = [at for at, part in enumerate(parts) if (row, tier, part.digests) not in told]
-                        told.update((row, tier, part.digests) for part in parts)
+                        ends = range(HASH_BYTES, len(whole.digests) + 1, HASH_BYTES)
+                        keys = [(row, tier, whole.digests[end - HASH_BYTES : end]) for end in ends]
+                        fresh = [at for at, key in enumerate(keys) if key not in told]
+                        told.update(keys)
                         for first, end in stretches(fresh):
                             yield whole.part(first, end), MEDIA[tier], row

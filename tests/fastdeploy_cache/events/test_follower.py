@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastdeploy_cache.events.follower import Follower, FollowState, ReplayFrom
+from fastdeploy_cache.events.index import BlockIndex
 from fastdeploy_cache.events.names import NameScheme
 from fastdeploy_cache.events.questions import AskPiece, AskSnapshot, AskState, PublisherState, Refusal, SnapshotPiece
 from fastdeploy_cache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, encode_batch
@@ -119,6 +120,21 @@ def test_too_much_that_is_held_is_dropped() -> None:
     for sequence in range(30_000):
         follower.on_message(sequence, b"")
     assert len(follower._held) <= 10_000
+
+
+def test_a_hybrid_model_goes_on_at_checkpoints_alone() -> None:
+    """Full KV without one is nothing; a window and a state are asked for where they are read."""
+    names = [b"%d" % number for number in range(4)]
+    index = BlockIndex({1: ("sliding_window", 6), 2: ("mamba", 0)})
+    plain = {"parent_block_hash": None, "token_ids": [], "block_size": 4, "lora_id": None, "lora_name": None}
+    index.apply(BlockStored(block_hashes=names, medium="GPU", group_idx=0, **plain))
+    assert index.find(names, 4).num_tokens == 0
+    index.apply(BlockStored(block_hashes=names[1:3], medium="GPU", group_idx=1, **plain))
+    assert index.find(names, 4).num_tokens == 0
+    index.apply(BlockStored(block_hashes=names[2:3], medium="CPU", group_idx=2, **plain))
+    assert index.find(names, 4).num_tokens == 12
+    index.apply(BlockRemoved(block_hashes=names[1:2], medium="GPU", group_idx=1))
+    assert index.find(names, 4).num_tokens == 0
 
 
 def test_events_of_the_index() -> None:

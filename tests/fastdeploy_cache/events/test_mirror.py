@@ -155,12 +155,35 @@ def test_over_tcp_with_keys(tmp_path: Path) -> None:
             assert not mirror.wait_current(1.5)
 
 
-def test_addresses_that_are_none() -> None:
+def test_a_mirror_that_has_ended_knows_nothing() -> None:
+    """By `close`, also from its own callback, and by what that raises."""
+    with publishing() as cache:
+        serve(cache, "a", prompt(1))
+        mirror = mirror_of(cache)
+        assert mirror.wait_current(_SECONDS)
+        mirror.close()
+        assert not mirror.is_current and mirror.find(prompt(1)) == PrefixFound() and mirror.failure is None
+
+        def fail(sequence: int, payload: bytes) -> None:
+            raise BrokenPipeError(sequence, payload)
+
+        mirrors = [mirror_of(cache, on_message=fail)]
+        mirrors.append(mirror_of(cache, on_message=lambda *_: mirrors[1].close()))
+        for mirror in mirrors:
+            assert mirror.wait_closed(_SECONDS) and not mirror.is_current
+            assert isinstance(mirror.failure, BrokenPipeError) == (mirror is mirrors[0])
+            mirror.close()
+
+
+def test_addresses_that_are_none(tmp_path: Path) -> None:
     """Refused with what to give."""
     with pytest.raises(ConfigError, match="use tcp://ADDRESS:PORT"):
         Mirror("localhost:5557")
     with pytest.raises(IPCError, match="keys of"):
         Mirror("tcp://10.0.0.1:5557", keys_folder="/nowhere")
+    make_keys(tmp_path / "keys")
+    with pytest.raises(ConfigError, match="public key, of 40 characters"):
+        Mirror("tcp://10.0.0.1:5557", keys_folder=str(tmp_path / "keys"))
 
 
 def test_a_hundred_mirrors() -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from fastdeploy_cache import CacheConfig, PrefixCacheManager
+from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.config.events import EventsConfig
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.events import Mirror
 from fastdeploy_cache.events.names import NameScheme, name_blocks
 from fastdeploy_cache.events.questions import AskPrefix, AskSnapshot, AskState
 from fastdeploy_cache.ipc.codec import encode
@@ -29,6 +31,12 @@ from tests.rigs.event_rig import (
 
 pytestmark = pytest.mark.processes
 _FIELDS = {"type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"}
+
+
+def wait_found(mirror: Mirror, tokens: np.ndarray[Any, Any]) -> None:
+    """Until a prompt is known to be cached: then its message has been sent."""
+    with mirror._lock:
+        assert mirror._lock.wait_for(lambda: mirror.find(tokens).num_tokens > 0, 20)
 
 
 def answer_to(subscriber: PlainSubscriber, question: Any) -> dict[str, Any]:
@@ -93,7 +101,7 @@ def test_a_replay_as_vllm_answers_it() -> None:
             assert mirror.wait_current(20)
             for number in range(8):
                 serve(cache, f"{number}", prompt(number))
-                subscriber.next_events()
+                wait_found(mirror, prompt(number))
         last = answer_to(subscriber, AskState(number=1))["sequence"] - 1
         replayed = subscriber.replay((last - 2).to_bytes(8, "big"))
         assert [sequence for _, sequence, _ in replayed] == [last - 2, last - 1, last]
@@ -134,7 +142,7 @@ def test_who_asks_needs_the_token(tmp_path: Path) -> None:
         with PlainSubscriber(cache) as subscriber:
             assert mirror.wait_current(20)
             serve(cache, "a", tokens)
-            subscriber.next_events()
+            wait_found(mirror, tokens)
             asked = {"number": 1, "token": "0123456789abcdef", "namespace": ""}
             found = answer_to(subscriber, AskPrefix(**asked, token_ids=tokens.tolist()))
             assert (found["num_tokens"], found["num_gpu_tokens"], found["num_cpu_tokens"]) == (4 * SIZE, 4 * SIZE, 0)
@@ -170,6 +178,30 @@ def test_a_killed_publisher_is_replaced() -> None:
         assert pid_of_publisher(cache) not in (None, before)
 
 
+def test_lost_arrays_are_told_at_once() -> None:
+    """Also where a request holds all that was cached, so that no run goes."""
+    with publishing() as cache, PlainSubscriber(cache) as subscriber:
+        subscriber.next()
+        request = Request(request_id="a", prompt_token_ids=prompt(1))
+        cache.match(request)
+        cache.allocate(request, 5)
+        cache.commit(request, 4 * SIZE)
+        assert [event["type"] for event in subscriber.next_events()] == ["BlockStored"]
+        cache.ranks.kv_lost(0)
+        assert [event["type"] for event in subscriber.next_events()] == ["AllBlocksCleared"]
+        cache.release(request)
+
+
+def test_two_caches_at_one_path(tmp_path: Path) -> None:
+    """The second is refused, and the first goes on."""
+    endpoint = f"ipc://{tmp_path}/kv"
+    with publishing(endpoint=endpoint) as cache, PlainSubscriber(cache) as subscriber:
+        with pytest.raises(ConfigError, match="another process listens there"), publishing(endpoint=endpoint):
+            pass
+        serve(cache, "a", prompt(1))
+        assert subscriber.next_events()
+
+
 def test_a_port_that_is_taken_is_refused() -> None:
     """At the start, with what to do; and nothing is left behind."""
     with socket.socket() as other:
@@ -197,6 +229,7 @@ def test_a_port_that_is_taken_is_refused() -> None:
         ({"endpoint": "ipc:///a", "block_names": "md5"}, "use one of own, sha256_cbor"),
         ({"endpoint": "ipc:///a", "name_form": "hex"}, "use one of bytes, int64"),
         ({"endpoint": "ipc:///a", "heartbeat_seconds": 0.0}, "events.heartbeat_seconds is 0.0; use 0.1 to"),
+        ({"endpoint": "ipc:///a", "heartbeat_seconds": "a"}, "events.heartbeat_seconds is 'a'; use 0.1 to"),
         ({"endpoint": "ipc:///a", "num_kept_messages": 0}, "events.num_kept_messages is 0; use 1 to"),
         ({"endpoint": "ipc:///a", "topic": "x" * 257}, "at most 256 characters"),
         ({"endpoint": "ipc:///a", "keys_folder": " "}, "give its path, or leave it out"),
@@ -217,3 +250,5 @@ def test_endpoints_of_a_data_parallel_group() -> None:
     assert EventsConfig(endpoint="ipc:///a/b").endpoints(1) == ("ipc:///a/b_dp1", "ipc:///a/b.replay_dp1")
     with pytest.raises(ConfigError, match="port 65600 beside it is none"):
         EventsConfig(endpoint="tcp://127.0.0.1:65500").endpoints(0)
+    with pytest.raises(ConfigError, match="port 65600 beside it is none"), publishing(endpoint="tcp://127.0.0.1:65500"):
+        pass

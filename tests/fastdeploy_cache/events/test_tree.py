@@ -107,6 +107,28 @@ def test_records_that_cannot_be() -> None:
             tree().apply(record)
 
 
+def test_what_comes_behind_a_loss_counts_from_the_next_begin_on() -> None:
+    """A delivery is missing: in between nothing is told."""
+    known = tree()
+    known.distrust()
+    known.apply(told(1, tokens(1)))
+    assert known.take() == []
+    known.apply(Began())
+    known.apply(told(1, tokens(1)))
+    assert kinds(known.take()) == [("BlockStored", 1)]
+
+
+def test_long_runs_are_told_in_pieces() -> None:
+    """Stored and removed, no event is larger than a bound, and together they name all."""
+    known = tree()
+    known.apply(told(1, np.arange(20_000 * _SIZE, dtype=np.int32).tobytes()))
+    stored = kinds(known.take())
+    known.apply(RunGone(1))
+    removed = kinds(known.take())
+    for found in (stored, removed):
+        assert sum(count for _, count in found) == 20_000 and max(count for _, count in found) <= 4096
+
+
 def test_what_comes_before_the_begin_is_for_another() -> None:
     """It changes nothing."""
     fresh = ToldTree(NameScheme(block_size=_SIZE))
