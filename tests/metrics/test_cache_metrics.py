@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.metrics.event_metrics import PublishedCounts
 from fastdeploy_cache.metrics.histogram import AGE_SECONDS, CALL_SECONDS, TASK_SECONDS, Counted, Histogram
 from fastdeploy_cache.metrics.peer_counts import PEER_KINDS, PEER_REASONS
 from fastdeploy_cache.metrics.picture import (
@@ -139,6 +140,7 @@ def test_no_series_appears_later() -> None:
         life_cycle="running",
         times=Durations(ages, ages, filled(AGE_SECONDS), filled(CALL_SECONDS)),
         what_if=WhatIfCounts(num_lost_requests=1),
+        events=PublishedCounts(1, 1, 1, 1),
     )
     metrics.observe(lambda: picture)
     samples = scrape(metrics)
