@@ -8,7 +8,9 @@ kept, and by `"", "", -1, ""` behind the last. Any other request `"", question` 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket as unix
+import stat
 from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +25,8 @@ _END = (-1).to_bytes(8, "big", signed=True)
 _MOST_SEQUENCE = 2**63 - 1
 _MAX_REQUEST_BYTES = 2**20 + 4096
 _MAX_MESSAGE_BYTES = 64 * 2**20
-_MOST_UNSENT = 4096  # messages to one that does not read; then it misses some
+_MOST_UNHEARD, _MOST_UNREAD = 4096, 256  # messages to one that does not read: of the stream, and of answers
+_MOST_REPLAYS = 64  # that are being answered
 _ALIVE_MILLISECONDS, _DEAD_MILLISECONDS = 5_000, 20_000
 _DOMAIN = "events"
 
@@ -51,6 +54,8 @@ class EventOutlet:
         self.next_sequence = 0
         self._kept: deque[tuple[int, bytes]] = deque()
         self._num_bytes = 0
+        self._replays: dict[bytes, int] = {}  # by asker, where to go on
+        self._paths = [each.removeprefix("ipc://") for each in address[:2] if each.startswith("ipc://")]
         self._authenticator: ThreadAuthenticator | None = None
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
         try:
@@ -69,13 +74,12 @@ class EventOutlet:
         socket = _new_socket(self._context, kind, endpoint)
         socket.set(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
         if kind == zmq.ROUTER:
-            socket.set(zmq.SNDHWM, self._num_kept + _MOST_UNSENT)  # all that is kept can be asked for at once
+            socket.set(zmq.SNDHWM, _MOST_UNREAD)
         if keys is not None:
             socket.set(zmq.ZAP_DOMAIN, _DOMAIN.encode())
             socket.set(zmq.CURVE_SERVER, 1)
             socket.set(zmq.CURVE_SECRETKEY, keys.secret)
-        if _is_served(endpoint):  # ZeroMQ would take the path from whoever listens there
-            raise IPCError(f"cannot publish at {endpoint}: another process listens there; choose another address")
+        _check_path(endpoint)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -94,35 +98,54 @@ class EventOutlet:
         return sequence
 
     def get_question(self) -> tuple[bytes, bytes] | None:
-        """The next question, and who asks; None: there is none. Requests for messages are answered on the way."""
-        while True:
-            try:
-                frames = self.requests.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return None
-            if len(frames) != 3 or frames[1]:
-                continue
-            if len(frames[2]) != len(_END):
-                return frames[0], frames[2]
-            self._replay(frames[0], int.from_bytes(frames[2], "big"))
+        """The next question, and who asks; b"" for a request of messages, which is begun. None: there is nothing."""
+        try:
+            frames = self.requests.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        asker = frames[0]
+        if len(frames) != 3 or frames[1]:
+            return asker, b""
+        if len(frames[2]) != len(_END):
+            return asker, frames[2] or b"?"
+        if len(self._replays) < _MOST_REPLAYS or asker in self._replays:
+            self._replays[asker] = int.from_bytes(frames[2], "big")
+            self.go_on()
+        return asker, b""
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether somebody waits for messages again who does not read as fast as they are sent: see `go_on`."""
+        return bool(self._replays)
+
+    def go_on(self) -> None:
+        """Send messages again, as far as who asked for them has read those before."""
+        for asker, start in list(self._replays.items()):
+            self._replays[asker] = sent = self._replay(asker, start)
+            if sent < 0:
+                del self._replays[asker]
 
     def answer(self, asker: bytes, answer: bytes) -> None:
         """Answer a question, unless its asker has gone or does not read."""
         self._send(asker, [answer])
 
-    def _replay(self, asker: bytes, start: int) -> None:
-        if start <= _MOST_SEQUENCE:
-            for sequence, payload in self._kept:
-                is_wanted = sequence >= start
-                if is_wanted and not self._send(asker, [self._topic, sequence.to_bytes(8, "big"), payload]):
-                    return
-        self._send(asker, [b"", _END, b""])
+    def _replay(self, asker: bytes, start: int) -> int:
+        """Send what is kept from there on; returns where to go on, or -1 when that is all, or the asker has gone."""
+        for sequence, payload in self._kept if start <= _MOST_SEQUENCE else ():
+            if sequence >= start:
+                sent = self._send(asker, [self._topic, sequence.to_bytes(8, "big"), payload])
+                if sent is not True:
+                    return sequence if sent is False else -1
+        return self.next_sequence if self._send(asker, [b"", _END, b""]) is False else -1
 
-    def _send(self, asker: bytes, frames: list[bytes]) -> bool:
+    def _send(self, asker: bytes, frames: list[bytes]) -> bool | None:
+        """False: it has not read what it asked for before. None: it has gone."""
         try:
             self.requests.send_multipart([asker, b"", *frames], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError:  # it has gone, or has not read what it asked for before
+        except zmq.Again:
             return False
+        except zmq.ZMQError:
+            return None
         return True
 
     def close(self) -> None:
@@ -131,6 +154,9 @@ class EventOutlet:
             self._authenticator.stop()
             self._authenticator = None
         self._context.destroy(linger=0)
+        for path in self._paths if hasattr(self, "requests") else ():  # else they may be another's
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
 
 
 class Heard(NamedTuple):
@@ -257,12 +283,20 @@ class EventInlet:
         self._context.destroy(linger=0)
 
 
-def _is_served(endpoint: str) -> bool:
-    """Whether somebody listens at the path of a socket."""
-    if not endpoint.startswith("ipc://"):
-        return False
+def _check_path(endpoint: str) -> None:
+    """Raise `IPCError` where the path of a socket is somebody else's: ZeroMQ would take it away, whatever it is."""
+    path = endpoint.removeprefix("ipc://")
+    if path == endpoint:
+        return
+    try:
+        is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
+    except OSError:  # nothing is there; or the path is none, which ZeroMQ says
+        return
+    if not is_socket:
+        raise IPCError(f"cannot publish at {endpoint}: that is there and is no socket; choose another path")
     with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
-        return probe.connect_ex(endpoint.removeprefix("ipc://")) == 0
+        if probe.connect_ex(path) == 0:
+            raise IPCError(f"cannot publish at {endpoint}: another process listens there; choose another path")
 
 
 def _new_socket(context: zmq.Context[Any], kind: int, endpoint: str) -> zmq.Socket[Any]:
@@ -271,7 +305,7 @@ def _new_socket(context: zmq.Context[Any], kind: int, endpoint: str) -> zmq.Sock
     except zmq.ZMQError as error:
         raise IPCError(f"cannot make a socket: {error}; raise the limit of open files") from error
     socket.set(zmq.LINGER, 0)
-    socket.set_hwm(_MOST_UNSENT)
+    socket.set_hwm(_MOST_UNHEARD)
     socket.set(zmq.IPV6, endpoint.startswith("tcp://["))
     socket.set(zmq.HEARTBEAT_IVL, _ALIVE_MILLISECONDS)
     socket.set(zmq.HEARTBEAT_TIMEOUT, _DEAD_MILLISECONDS)

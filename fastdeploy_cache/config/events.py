@@ -80,7 +80,7 @@ class EventsConfig:
 
     def _check_texts(self) -> None:
         for name in ("topic", "hash_seed"):
-            if not isinstance(value := getattr(self, name), str) or len(value) > 256:
+            if not isinstance(value := getattr(self, name), str) or len(value) > 256 or not _is_plain(value):
                 raise ConfigError(f"events.{name} is {value!r:.80}; give a text of at most 256 characters")
         for name in ("keys_folder", "query_token_file"):
             value = getattr(self, name)
@@ -88,7 +88,7 @@ class EventsConfig:
                 raise ConfigError(f"events.{name} is {value!r}; give its path, or leave it out")
 
     def _check_endpoint(self, name: str, value: str) -> None:
-        kind, _, place = value.partition("://") if isinstance(value, str) else ("", "", "")
+        kind, _, place = value.partition("://") if isinstance(value, str) and _is_plain(value) else ("", "", "")
         host, _, port = place.rpartition(":")
         if kind == "ipc" and place.startswith("/"):
             return
@@ -110,6 +110,11 @@ class EventsConfig:
         else:
             second = _with_port(first, _REPLAY_OFFSET)
         return _moved(first, data_parallel_id), _moved(second, data_parallel_id)
+
+
+def _is_plain(text: str) -> bool:
+    """Whether it can be said in a message, and be a path."""
+    return "\0" not in text and not any("\ud800" <= each <= "\udfff" for each in text)
 
 
 def _is_loopback(host: str) -> bool:

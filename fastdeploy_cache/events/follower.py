@@ -5,6 +5,7 @@ Pure: messages and answers come in, questions go out, and nothing waits.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from enum import Enum
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from fastdeploy_cache.events.wire import decode_batch
 
 _MOST_HELD = 10_000  # messages that came while a question was open
 _MOST_HELD_BYTES = 64 * 2**20
+_MOST_BLOCKS = 20_000_000  # of one publisher: some gigabytes
 
 
 class FollowState(Enum):
@@ -146,7 +148,7 @@ class Follower:
         """An answer has come; one to another question than the last says nothing."""
         if answer.number != self._number:
             return
-        if isinstance(answer, Refusal):
+        if isinstance(answer, Refusal) or (isinstance(answer, PublisherState) and math.isnan(answer.heartbeat_seconds)):
             self._lose()
             self._question, self.is_refused = None, True
         elif isinstance(answer, PublisherState):
@@ -242,4 +244,4 @@ class Follower:
             return False
         for event in batch.events:
             self.index.apply(event)
-        return True
+        return len(self.index) <= _MOST_BLOCKS

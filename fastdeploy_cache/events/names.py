@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -33,7 +33,7 @@ class NameScheme(msgspec.Struct, frozen=True, kw_only=True):
     kind: NameKind = "own"
     form: NameForm = "bytes"
     seed: str = VLLM_SEED
-    block_size: int = 64
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 64
 
     def names(self) -> BlockNaming:
         """What makes the names. Raises `ConfigError`: a library is missing."""

@@ -6,6 +6,8 @@ on messages are wanted again. No question here has so few.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from fastdeploy_cache.events.names import NameScheme
@@ -55,9 +57,9 @@ class PublisherState(_Answer, frozen=True, tag="state"):
     """
 
     epoch: int
-    sequence: int
+    sequence: Annotated[int, msgspec.Meta(ge=0)]
     scheme: NameScheme
-    heartbeat_seconds: float
+    heartbeat_seconds: Annotated[float, msgspec.Meta(ge=0.01, le=3600.0)]
     groups: dict[int, tuple[str, int]] = {}
     snapshot: int | None = None
 

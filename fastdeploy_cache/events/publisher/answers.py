@@ -47,6 +47,8 @@ class Answers:
     def drop_idle(self) -> None:
         """Forget snapshots that nobody asks for any more."""
         self._snapshots.drop_idle(self._clock.now())
+        if not len(self._snapshots):
+            self._tree.thaw()
 
     def answer(self, data: bytes, next_sequence: int) -> bytes:
         """The answer to what somebody asks, whatever that is."""

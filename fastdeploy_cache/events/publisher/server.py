@@ -39,6 +39,7 @@ from fastdeploy_cache.transfer_manager.task import Lane, RankResult
 logger = logging.getLogger(__name__)
 
 _ANSWERING_SECONDS = 0.1  # between two looks at what the engine says
+_REPLAY_SECONDS = 0.02  # until somebody who is sent messages again may have read some
 _MESSAGE_BLOCKS = 4096  # told in one message
 
 
@@ -96,7 +97,8 @@ class PublisherServer:
         return poller
 
     def _turn(self, poller: Poller) -> None:
-        poller.wait(max(0.0, self._sent_at + self._setup.interval_seconds - SYSTEM_CLOCK.now()))
+        next_beat = max(0.0, self._sent_at + self._setup.interval_seconds - SYSTEM_CLOCK.now())
+        poller.wait(min(next_beat, _REPLAY_SECONDS) if self._outlet.is_replaying else next_beat)
         for lane, lane_queue in self._lanes.items():
             while (data := lane_queue.get_now()) is not None:
                 message: ToProcess = decode(data, ToProcess)
@@ -107,7 +109,9 @@ class PublisherServer:
                     self._do(lane, message)
         until = SYSTEM_CLOCK.now() + _ANSWERING_SECONDS
         while SYSTEM_CLOCK.now() < until and (asked := self._outlet.get_question()) is not None:
-            self._outlet.answer(asked[0], self._answers.answer(asked[1], self._outlet.next_sequence))
+            if asked[1]:
+                self._outlet.answer(asked[0], self._answers.answer(asked[1], self._outlet.next_sequence))
+        self._outlet.go_on()
         self._answers.drop_idle()
         if SYSTEM_CLOCK.now() - self._sent_at >= self._setup.interval_seconds:
             self._publish([])

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from fastdeploy_cache.events.publisher.tree import Part
 from fastdeploy_cache.events.wire import BlockStored, Event
 
-_MOST = 8  # at a time
-_IDLE_SECONDS = 10.0  # after which nobody takes one any more
-_PIECE_BLOCKS = 2048
+_MOST = 64  # at a time
+_IDLE_SECONDS = 3.0  # after which nobody takes one any more
+_PIECE_BLOCKS = 512  # of 64 tokens
 
 
 class _Snapshot:
@@ -18,25 +18,23 @@ class _Snapshot:
     def __init__(self, parts: Sequence[Part], stored: Callable[[Part], Sequence[BlockStored]], block_size: int) -> None:
         self._pieces = _pieces(parts, stored, max(1, _PIECE_BLOCKS * 64 // block_size))
         self._next: list[Event] = next(self._pieces, [])
-        self.number, self._last = -1, list[Event]()
-        self._is_last = False
+        self._number = 0
         self.asked_at = 0.0
 
     def piece(self, number: int) -> tuple[list[Event], bool]:
-        """This piece, and whether it is the last; `LookupError` where it is neither the next one nor that before."""
-        if number == self.number + 1 and not self._is_last:
-            self.number, self._last = number, self._next
-            following = next(self._pieces, None)
-            self._is_last, self._next = following is None, following or []
-        if number != self.number:
+        """This piece, and whether it is the last; `LookupError` where it is not the next one."""
+        if number != self._number:
             raise LookupError
-        return self._last, self._is_last
+        events, self._number, following = self._next, number + 1, next(self._pieces, None)
+        self._next = following or []
+        return events, following is None
 
 
 class KeptSnapshots:
     """Those that are being taken. One thread.
 
-    Each holds copies of what there was, so their number is bounded. One that nobody asks for any more goes first.
+    Each refers to copies of what there was, so their number is bounded; of one moment all have the same. One that
+    nobody goes on with is dropped.
     """
 
     def __init__(self, stored: Callable[[Part], Sequence[BlockStored]], block_size: int) -> None:
@@ -61,8 +59,8 @@ class KeptSnapshots:
     def piece(self, snapshot: int, number: int, now: float) -> tuple[list[Event], bool]:
         """A piece, and whether it is the last. Raises `LookupError`: there is no such snapshot, or piece now."""
         found = self._by_number[snapshot]
-        found.asked_at = now
         events, is_last = found.piece(number)
+        found.asked_at = now
         if is_last:
             del self._by_number[snapshot]
         return events, is_last

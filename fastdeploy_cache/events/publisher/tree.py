@@ -38,6 +38,7 @@ class ToldTree:
         self._num_units = Counter[tuple[int, int, bytes]]()  # by row, tier and digest
         self._events: list[Event] = []
         self._has_begun = False
+        self._frozen: list[Part] | None = None
 
     def distrust(self) -> None:
         """Some records are lost: nothing counts before the next `Began`."""
@@ -53,6 +54,7 @@ class ToldTree:
 
         What comes before the first `Began` was meant for another publisher, which has died with it on its way.
         """
+        self._frozen = None
         if not self._has_begun and not isinstance(record, Began):
             return
         self._has_begun = True
@@ -75,7 +77,17 @@ class ToldTree:
             self._join(record)
 
     def freeze(self) -> list[Part]:
-        """All that there is now, parents first: copies. What is in several media comes once for each."""
+        """All that there is now, parents first: copies, the same ones until something changes. What is in several media
+        comes once for each."""
+        if self._frozen is None:
+            self._frozen = self._parts()
+        return self._frozen
+
+    def thaw(self) -> None:
+        """Nobody needs what was frozen."""
+        self._frozen = None
+
+    def _parts(self) -> list[Part]:
         found, nodes = list[Part](), list(self._tops.values())
         for node in nodes:  # they grow meanwhile
             nodes.extend(node.children.values())

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from fastdeploy_cache.errors import CodecError
 from fastdeploy_cache.events.follower import Follower, FollowState, ReplayFrom
 from fastdeploy_cache.events.index import BlockIndex
 from fastdeploy_cache.events.names import NameScheme
-from fastdeploy_cache.events.questions import AskPiece, AskSnapshot, AskState, PublisherState, Refusal, SnapshotPiece
+from fastdeploy_cache.events.questions import (
+    Answer,
+    AskPiece,
+    AskSnapshot,
+    AskState,
+    PublisherState,
+    Refusal,
+    SnapshotPiece,
+)
 from fastdeploy_cache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, encode_batch
+from fastdeploy_cache.ipc.codec import decode, encode
 
 _SCHEME = NameScheme(block_size=4)
 
@@ -112,6 +126,22 @@ def test_damage_is_a_loss() -> None:
             assert follower.is_refused and follower.take_question() is None
             follower.on_silence()
         assert follower.state is FollowState.LOST and isinstance(follower.take_question(), AskSnapshot)
+
+
+@pytest.mark.parametrize(
+    "lie", [{"sequence": -5}, {"heartbeat_seconds": -1.0}, {"scheme": NameScheme(block_size=0)}, {"epoch": "x"}]
+)
+def test_lies_are_no_answers(lie: dict[str, Any]) -> None:
+    """What no publisher says is not read at all; a time that is no number is refused behind that."""
+    said: dict[str, Any] = {"number": 1, "epoch": 7, "sequence": 0, "scheme": _SCHEME, "heartbeat_seconds": 1.0}
+    with pytest.raises(CodecError):
+        decode(encode(PublisherState(**{**said, **lie})), Answer)
+    follower = Follower()
+    question = follower.take_question()
+    assert isinstance(question, AskSnapshot)
+    said |= {"number": question.number, "heartbeat_seconds": float("nan")}
+    follower.on_answer(PublisherState(**said, snapshot=1))
+    assert follower.state is FollowState.LOST and follower.is_refused
 
 
 def test_too_much_that_is_held_is_dropped() -> None:

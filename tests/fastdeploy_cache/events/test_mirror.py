@@ -109,7 +109,7 @@ def test_what_the_publisher_cannot_take_is_told_anew() -> None:
             serve(cache, f"{number}", prompt(number, 2))
         os.kill(pid, signal.SIGCONT)
         wait_for(mirror, cache)
-        assert feed.counts().num_dropped == 1 and feed.counts().num_begun >= 2
+        assert feed.counts().num_dropped >= 1 and feed.counts().num_begun >= 2
         assert mirror.find(prompt(1399, 2)).num_tokens == 2 * SIZE
 
 

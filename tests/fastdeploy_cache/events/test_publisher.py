@@ -17,7 +17,7 @@ from fastdeploy_cache.config.events import EventsConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.events import Mirror
 from fastdeploy_cache.events.names import NameScheme, name_blocks
-from fastdeploy_cache.events.questions import AskPrefix, AskSnapshot, AskState
+from fastdeploy_cache.events.questions import AskPiece, AskPrefix, AskSnapshot, AskState
 from fastdeploy_cache.ipc.codec import encode
 from tests.rigs.event_rig import (
     SIZE,
@@ -126,12 +126,16 @@ def test_nonsense_gets_a_refusal_or_nothing() -> None:
 
 
 def test_snapshots_are_bounded() -> None:
-    """Those who begin to take one and never go on hold eight; who comes then is told to come again."""
+    """Those who begin to take one and never go on hold 64; who comes then is told to come again. Each piece is given
+    once, in its turn."""
     with publishing() as cache, PlainSubscriber(cache) as subscriber:
         serve(cache, "a", prompt(1))
-        answers = [answer_to(subscriber, AskSnapshot(number=number)) for number in range(1, 12)]
-        assert [answer["type"] for answer in answers] == ["state"] * 8 + ["refused"] * 3
+        answers = [answer_to(subscriber, AskSnapshot(number=number)) for number in range(1, 68)]
+        assert [answer["type"] for answer in answers] == ["state"] * 64 + ["refused"] * 3
         assert "too many take snapshots" in answers[-1]["reason"]
+        for piece, kind in ((1, "refused"), (0, "piece"), (0, "refused")):
+            asked = AskPiece(number=1, snapshot=answers[0]["snapshot"], piece=piece)
+            assert answer_to(subscriber, asked)["type"] == kind
 
 
 def test_who_asks_needs_the_token(tmp_path: Path) -> None:
@@ -202,6 +206,32 @@ def test_two_caches_at_one_path(tmp_path: Path) -> None:
         assert subscriber.next_events()
 
 
+def test_what_is_no_socket_stays(tmp_path: Path) -> None:
+    """A file at the path is not taken away; and after the end no socket is left."""
+    path = tmp_path / "kv"
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match="is there and is no socket"), publishing(endpoint=f"ipc://{path}"):
+        pass
+    assert path.read_text() == "precious"
+    path.unlink()
+    with publishing(endpoint=f"ipc://{path}"):
+        assert path.is_socket()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_long_replay_to_one_who_reads_late() -> None:
+    """More messages than may lie unread: the rest comes as it reads, and then the end."""
+    with publishing(num_kept_messages=5000, heartbeat_seconds=0.1) as cache, PlainSubscriber(cache) as subscriber:
+        with mirror_of(cache) as mirror:
+            assert mirror.wait_current(20)
+            for number in range(400):
+                serve(cache, f"{number}", prompt(number))
+                wait_found(mirror, prompt(number))
+            num_sent = answer_to(subscriber, AskState(number=1))["sequence"]
+        replayed = [sequence for _, sequence, _ in subscriber.replay(bytes(8))]
+        assert len(replayed) >= num_sent > 256 and replayed == list(range(len(replayed)))
+
+
 def test_a_port_that_is_taken_is_refused() -> None:
     """At the start, with what to do; and nothing is left behind."""
     with socket.socket() as other:
@@ -231,6 +261,8 @@ def test_a_port_that_is_taken_is_refused() -> None:
         ({"endpoint": "ipc:///a", "heartbeat_seconds": 0.0}, "events.heartbeat_seconds is 0.0; use 0.1 to"),
         ({"endpoint": "ipc:///a", "heartbeat_seconds": "a"}, "events.heartbeat_seconds is 'a'; use 0.1 to"),
         ({"endpoint": "ipc:///a", "num_kept_messages": 0}, "events.num_kept_messages is 0; use 1 to"),
+        ({"endpoint": "ipc:///a\0b"}, "use tcp://ADDRESS:PORT"),
+        ({"endpoint": "ipc:///a", "topic": "\udc80"}, "give a text of at most 256"),
         ({"endpoint": "ipc:///a", "topic": "x" * 257}, "at most 256 characters"),
         ({"endpoint": "ipc:///a", "keys_folder": " "}, "give its path, or leave it out"),
     ],
