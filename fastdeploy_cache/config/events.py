@@ -27,8 +27,9 @@ class EventsConfig:
         topic: the first frame of each message, which listeners may choose by.
         block_names: what blocks are called. `own`: the hashes that storage uses, too. `sha256_cbor`: vLLM's, so that
             whoever hashes prompts as vLLM does finds them; that needs the extra `vllm-names`.
-        name_form: `bytes` publishes whole digests, `int64` their last 64 bits as a number, as vLLM does unless
-            VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0.
+        name_form: `int64` publishes the last 64 bits of a digest as a number, as vLLM does by default. `bytes`
+            publishes whole digests, as vLLM does where VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0; not every router
+            reads those.
         hash_seed: of `sha256_cbor`: the PYTHONHASHSEED of the vLLM that names are to agree with, where it has one.
         num_kept_messages: how many of the last messages can be asked for again.
         kept_bytes: how many bytes these may have together.
@@ -48,7 +49,7 @@ class EventsConfig:
     replay_endpoint: str | None = None
     topic: str = ""
     block_names: Literal["own", "sha256_cbor"] = "own"
-    name_form: Literal["bytes", "int64"] = "bytes"
+    name_form: Literal["bytes", "int64"] = "int64"
     hash_seed: str = "vllm-none-hash"
     num_kept_messages: int = 10_000
     kept_bytes: int = 64 * 2**20

@@ -21,9 +21,10 @@ _WAIT_SECONDS = 20.0
 
 @contextmanager
 def publishing(num_gpu_blocks: int = 400, num_cpu_blocks: int = 100, **events: Any) -> Iterator[PrefixCacheManager]:
-    """A cache whose events are published in a folder of its own."""
+    """A cache whose events are published in a folder of its own, with whole digests where nothing else is said."""
     with tempfile.TemporaryDirectory(prefix="ev") as folder:
-        settings = EventsConfig(**{"endpoint": f"ipc://{folder}/kv", "heartbeat_seconds": 0.2, **events})
+        said = {"endpoint": f"ipc://{folder}/kv", "heartbeat_seconds": 0.2, "name_form": "bytes", **events}
+        settings = EventsConfig(**said)
         config = CacheConfig(
             block_size=SIZE,
             num_gpu_blocks=num_gpu_blocks,

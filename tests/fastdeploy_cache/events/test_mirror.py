@@ -50,6 +50,19 @@ def test_a_late_mirror_knows_all() -> None:
             assert mirror.find(prompt(99)) == PrefixFound()
 
 
+@pytest.mark.parametrize("block_names", ["own", "sha256_cbor"])
+def test_names_as_numbers(block_names: str) -> None:
+    """As vLLM publishes them by default: a mirror finds prompts by what the publisher says of its names."""
+    with publishing(name_form="int64", block_names=block_names) as cache, mirror_of(cache) as mirror:
+        assert mirror.wait_current(_SECONDS)
+        serve(cache, "a", prompt(1), "tenant")
+        with mirror._lock:
+            assert mirror._lock.wait_for(lambda: mirror.find(prompt(1), "tenant").num_tokens == 4 * SIZE, _SECONDS)
+        names = mirror.names(prompt(1), "tenant")
+        assert names is not None and all(type(name) is int for name in names)
+        assert mirror.find(prompt(1)) == PrefixFound() and mirror.find_names(names[:2]).num_tokens == 2 * SIZE
+
+
 def test_a_killed_publisher_is_followed_by_its_successor() -> None:
     """Until then nothing is said to be cached; afterwards all that is."""
     with publishing() as cache, mirror_of(cache) as mirror:
