@@ -23,8 +23,6 @@ SET_FROM_OUTSIDE = {
     "fastdeploy_cache/adapters/fastdeploy/current_cache.py: CurrentCache: self.their_config.cache_config",  # theirs
     "transfer_manager/device/cuda_driver.py: Cuda: self._attributes.srcAccessOrder",  # a structure of NVIDIA's
     "launch/bench/report.py: Report: self._console.width",  # rich's own way
-    "fastdeploy_cache/events/publisher/server.py: PublisherServer: self._signal.state",  # a word in shared memory
-    "transfer_manager/peer/worker.py: PeerServer: self._signal.state",  # a word in shared memory, of this process
 }
 
 

@@ -33,7 +33,7 @@ PARENT_SIDE = {
 }
 # A process that publishes events is one of ours: its room has both halves.
 OWN_PROCESSES = {"events": {f"process.{half}" for half in (
-    "begin", "callbacks", "child", "client", "main", "owner", "setup", "wire", "words"
+    "begin", "callbacks", "child", "client", "lane_ends", "main", "owner", "setup", "wire", "words"
 )}}  # fmt: skip
 # Rooms within a package: which of the others each may import. A file that lies in no room is one by itself.
 ROOMS = {

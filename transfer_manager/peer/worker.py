@@ -20,7 +20,6 @@ from fastdeploy_cache.ipc.peer_channel import PeerListener, load_keys, new_conte
 from fastdeploy_cache.ipc.poller import Poller, Wakeup
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.ipc.shortage import EXIT_SHORT, is_shortage
-from fastdeploy_cache.ipc.task_queue import RankQueue
 from fastdeploy_cache.transfer_manager.kv.memory import KVMemory
 from fastdeploy_cache.transfer_manager.peer import open_link
 from fastdeploy_cache.transfer_manager.peer.checkpoint_read import why_no_units
@@ -43,16 +42,10 @@ from fastdeploy_cache.transfer_manager.peer.peer_signal import NUM_PEER_SLOTS, P
 from fastdeploy_cache.transfer_manager.peer.receiver import Here, RankReceive, ReceiveFailedError
 from fastdeploy_cache.transfer_manager.peer.sender import Sender
 from fastdeploy_cache.transfer_manager.peer.setup import PeerSetup
+from fastdeploy_cache.transfer_manager.process.lane_ends import LaneEnds
 from fastdeploy_cache.transfer_manager.process.main import serve_process
-from fastdeploy_cache.transfer_manager.process.wire import (
-    EXIT_ENGINE_GONE,
-    DoneMessage,
-    ReadyMessage,
-    StopMessage,
-    TaskMessage,
-    ToProcess,
-)
-from fastdeploy_cache.transfer_manager.process.words import RankSignal, RankState
+from fastdeploy_cache.transfer_manager.process.wire import EXIT_ENGINE_GONE, TaskMessage
+from fastdeploy_cache.transfer_manager.process.words import RankSignal
 from fastdeploy_cache.transfer_manager.task import Lane, RankResult, TaskKind, TransferTask
 
 logger = logging.getLogger(__name__)
@@ -118,15 +111,13 @@ class PeerServer:
         self._wakeup = Wakeup()
         self._ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()
         self._receives: dict[int, RankReceive] = {}
-        self._lanes: dict[Lane, RankQueue] = {}
-        self._stopped_lanes: set[Lane] = set()
+        self._lanes = LaneEnds(setup, signal)
         self._is_busy = False
 
     def run(self) -> None:
         """Serve until told to stop. Ends the process: what links' libraries do at an interpreter's end is not known."""
         try:
             threading.Thread(target=self._follow_step, name="step", daemon=True).start()
-            self._signal.state = RankState.READY
             poller = self._open_lanes()
             while self._turn(poller):
                 pass
@@ -140,34 +131,21 @@ class PeerServer:
 
     def _open_lanes(self) -> Poller:
         setup, poller = self._setup, Poller()
-        for lane in Lane:
-            self._lanes[lane] = RankQueue(setup.queue_fds[lane])
-            poller.register(self._lanes[lane].fd, lane)
-            self._lanes[lane].put(encode(ReadyMessage(setup.incarnation, lane)))
+        self._lanes.open(poller)
         poller.register(self._listener.socket, self._listener)
         poller.register(self._wakeup.fd, self._wakeup)
         logger.info("event=ready rank=%d link=%s address=%s", setup.rank, setup.link, setup.address)
         return poller
 
     def _turn(self, poller: Poller) -> bool:
-        """False when every lane has been told to stop.
-
-        At the first of them the engine may not have written the other's yet: with this process gone, it would find
-        that lane disconnected, and take an end in order for a failure.
-        """
+        """False when every lane has been told to stop."""
         keys = poller.wait(_TICK_SECONDS if self._is_busy else _IDLE_SECONDS)
         if self._wakeup in keys:
             self._wakeup.clear()
         self._sender.tell_step()
-        for lane, lane_queue in self._lanes.items():
-            while (data := lane_queue.get_now()) is not None:
-                message: ToProcess = decode(data, ToProcess)
-                if isinstance(message, StopMessage):
-                    self._stopped_lanes.add(lane)
-                    self._signal.state = RankState.STOPPING
-                else:
-                    self._do(lane, message)
-        if len(self._stopped_lanes) == len(Lane):
+        for lane, message in self._lanes.take():
+            self._do(lane, message)
+        if self._lanes.are_stopped:
             return False
         while (named := self._listener.get_now()) is not None:  # after the lanes: offers before those who ask for them
             self._hear(*named)
@@ -199,10 +177,7 @@ class PeerServer:
             self._done(lane, task, Why("failed", f"a peer process does not {task.kind.value}"))
 
     def _done(self, lane: Lane, task: TransferTask, why: Why | None = None) -> None:
-        self._reply(lane, task.task_id, self._result(why))
-
-    def _reply(self, lane: Lane, task_id: int, result: RankResult) -> None:
-        self._lanes[lane].put(encode(DoneMessage(task_id, self._setup.incarnation, result)))
+        self._lanes.reply(lane, task.task_id, self._result(why))
 
     def _result(
         self, why: Why | None, num_bytes: int = 0, num_blocks: int = 0, seconds: float = 0.0, peer: str = ""
@@ -255,11 +230,13 @@ class PeerServer:
 
     def _answer(self) -> None:
         for end in self._sender.take_ended():
-            self._reply(Lane.OUT, end.task_id, self._result(end.why, end.num_bytes, end.num_blocks, peer=end.peer))
+            self._lanes.reply(
+                Lane.OUT, end.task_id, self._result(end.why, end.num_bytes, end.num_blocks, peer=end.peer)
+            )
         while not self._ended.empty():
             ended = self._ended.get()
             del self._receives[ended.number]
-            self._reply(Lane.IN, ended.task_id, ended.result)
+            self._lanes.reply(Lane.IN, ended.task_id, ended.result)
 
     # -- other instances
 

@@ -18,22 +18,14 @@ from fastdeploy_cache.events.publisher.setup import PublisherSetup
 from fastdeploy_cache.events.publisher.tree import ToldTree
 from fastdeploy_cache.events.wire import AllBlocksCleared, Event, encode_batch
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
-from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.event_stream import EventOutlet, StreamAddress
 from fastdeploy_cache.ipc.peer_channel import load_keys
 from fastdeploy_cache.ipc.poller import Poller
 from fastdeploy_cache.ipc.shortage import EXIT_SHORT, is_shortage
-from fastdeploy_cache.ipc.task_queue import RankQueue
+from fastdeploy_cache.transfer_manager.process.lane_ends import LaneEnds
 from fastdeploy_cache.transfer_manager.process.main import serve_process
-from fastdeploy_cache.transfer_manager.process.wire import (
-    EXIT_ENGINE_GONE,
-    DoneMessage,
-    ReadyMessage,
-    StopMessage,
-    TaskMessage,
-    ToProcess,
-)
-from fastdeploy_cache.transfer_manager.process.words import RankSignal, RankState
+from fastdeploy_cache.transfer_manager.process.wire import EXIT_ENGINE_GONE, TaskMessage
+from fastdeploy_cache.transfer_manager.process.words import RankSignal
 from fastdeploy_cache.transfer_manager.task import Lane, RankResult
 
 logger = logging.getLogger(__name__)
@@ -54,7 +46,7 @@ class PublisherServer:
                 address cannot be had.
             IPCError: a later start cannot have an address.
         """
-        self._setup, self._signal = setup, signal
+        self._setup = setup
         try:
             self._tree = ToldTree(setup.scheme, setup.rows)
             keys = load_keys(Path(setup.keys_folder)) if setup.keys_folder is not None else None
@@ -67,16 +59,14 @@ class PublisherServer:
         epoch = int.from_bytes(SYSTEM_CLOCK.random_bytes(8), "big") >> 1
         self._answers = Answers(self._tree, setup, epoch, SYSTEM_CLOCK)
         self._next_delivery = 0
-        self._lanes: dict[Lane, RankQueue] = {}
-        self._stopped_lanes: set[Lane] = set()
+        self._lanes = LaneEnds(setup, signal)
         self._sent_at = SYSTEM_CLOCK.now()
 
     def run(self) -> None:
         """Serve until told to stop."""
         try:
-            self._signal.state = RankState.READY
             poller = self._open()
-            while len(self._stopped_lanes) < len(Lane):
+            while not self._lanes.are_stopped:
                 self._turn(poller)
             self._outlet.close()
         except QueueDisconnectedError:
@@ -88,10 +78,7 @@ class PublisherServer:
 
     def _open(self) -> Poller:
         setup, poller = self._setup, Poller()
-        for lane in Lane:
-            self._lanes[lane] = RankQueue(setup.queue_fds[lane])
-            poller.register(self._lanes[lane].fd, lane)
-            self._lanes[lane].put(encode(ReadyMessage(setup.incarnation, lane)))
+        self._lanes.open(poller)
         poller.register(self._outlet.requests, self._outlet)
         logger.info("event=ready endpoint=%s replay_endpoint=%s", setup.endpoint, setup.replay_endpoint)
         return poller
@@ -99,14 +86,8 @@ class PublisherServer:
     def _turn(self, poller: Poller) -> None:
         next_beat = max(0.0, self._sent_at + self._setup.interval_seconds - SYSTEM_CLOCK.now())
         poller.wait(min(next_beat, _REPLAY_SECONDS) if self._outlet.is_replaying else next_beat)
-        for lane, lane_queue in self._lanes.items():
-            while (data := lane_queue.get_now()) is not None:
-                message: ToProcess = decode(data, ToProcess)
-                if isinstance(message, StopMessage):
-                    self._stopped_lanes.add(lane)
-                    self._signal.state = RankState.STOPPING
-                else:
-                    self._do(lane, message)
+        for lane, message in self._lanes.take():
+            self._do(lane, message)
         until = SYSTEM_CLOCK.now() + _ANSWERING_SECONDS
         while SYSTEM_CLOCK.now() < until and (asked := self._outlet.get_question()) is not None:
             if asked[1]:
@@ -131,7 +112,7 @@ class PublisherServer:
             self._publish(batch)
         counts = {"sequence": self._outlet.next_sequence}
         result = RankResult(rank=self._setup.rank, num_bytes=len(message.task.detail), counts=counts)
-        self._lanes[lane].put(encode(DoneMessage(message.task.task_id, self._setup.incarnation, result)))
+        self._lanes.reply(lane, message.task.task_id, result)
 
     def _publish(self, events: list[Event]) -> None:
         self._outlet.publish(encode_batch(SYSTEM_CLOCK.unix(), events, self._setup.data_parallel_rank))
