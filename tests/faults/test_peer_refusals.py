@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -179,7 +180,7 @@ def test_an_owner_that_says_what_cannot_be(pair: Pair, words: str) -> None:
     number, send = pair.offer(SOURCES)
     with relayed(pair, WORDS[words]):
         receive = pair.receive(number, BLOCKS, 4, seconds=5.0)
-        error = pair.reader.error(receive)
+        error = re.sub(r"/\S+", "", pair.reader.error(receive))  # a folder's name is drawn, and may have these words
     assert "exited" not in error and "late" not in error
     pair.fail(number, GONE)  # it may never have been asked for
     assert pair.owner.error(send)
