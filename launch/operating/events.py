@@ -92,7 +92,7 @@ def _readable(value: Any) -> Any:
 
 def _text(sequence: int, unix_seconds: float, event: Event) -> str:  # noqa: ARG001 (as `_json`)
     if isinstance(event, AllBlocksCleared):
-        return f"{sequence:8} all blocks cleared\n"
+        return f"{sequence:8} cleared all\n"
     num_blocks = counted(len(event.block_hashes), "block")
     first, last = (_short(name) for name in (event.block_hashes[0], event.block_hashes[-1]))
     group = f" group {event.group_idx}" if event.group_idx else ""

@@ -30,7 +30,7 @@ def test_events_are_printed_as_they_come() -> None:
             words = process.stdout.readline().split()
             assert words[1:5] == ["stored", "GPU", "3", "blocks:"] and words[8] == "behind"
             cache.life.clear()
-            assert process.stdout.readline().split()[1:] == ["all", "blocks", "cleared"]
+            assert process.stdout.readline().split()[1:] == ["cleared", "all"]
             process.kill()
 
 

@@ -20,7 +20,7 @@ from fastdeploy_cache.transfer_manager.process.wire import (
 from fastdeploy_cache.transfer_manager.task import Lane, RankResult, TaskKind, TransferTask
 
 IDS = np.array([3, 1, 2], np.int32)
-OUTWARD = {TaskKind.SWAP_OUT, TaskKind.WRITE, TaskKind.CLEAR, TaskKind.SEND, TaskKind.UPDATE_SEND}
+OUTWARD = {TaskKind.PUBLISH, TaskKind.SWAP_OUT, TaskKind.WRITE, TaskKind.CLEAR, TaskKind.SEND, TaskKind.UPDATE_SEND}
 
 
 def task_of(kind: TaskKind) -> TransferTask:

@@ -124,8 +124,13 @@ class Node:
         self.parent = upper
         return upper
 
+    def meets(self, lower: Node, tier: int) -> bool:
+        """Whether what both have in a tier is one interval, or is in one of them alone."""
+        (start, stop), (first, end) = self.spans[tier], lower.spans[tier]
+        return start >= stop or first >= end or (stop == self.num_blocks and not first)
+
     def join(self, lower: Node) -> None:
-        """The reverse: have what its only child has."""
+        """The reverse: have what its only child has; in each tier they meet."""
         above = self.num_blocks
         self.tokens += lower.tokens
         self.digests += lower.digests

@@ -201,6 +201,9 @@ class ToldTree:
         next record of it: in between it is not told."""
         upper, lower = self._node(record.upper), self._node(record.lower)
         if upper.num_blocks == record.num_above:
+            for tier in range(len(upper.spans)):
+                if not upper.meets(lower, tier):  # what was told of one is of an earlier moment
+                    self._keep(lower, tier, 0, 0)
             upper.join(lower)
         else:
             self._drop(lower)

@@ -96,6 +96,19 @@ def test_a_join_behind_what_is_known() -> None:
     assert kinds(known.take()) == [("BlockRemoved", 1), ("BlockStored", 2)]
 
 
+def test_a_join_of_what_was_told_at_two_moments() -> None:
+    """The upper run's copies are not told to its end yet: those of the lower one go, and come with the next record."""
+    known = tree()
+    known.apply(told(1, tokens(1, 2), cpu_start=0, num_cpu=1))
+    known.apply(told(2, tokens(3), parent=1, cpu_start=0, num_cpu=1))
+    known.take()
+    known.apply(RunsJoined(1, 2, 2))
+    known.apply(told(1, b"", num_blocks=3, first=3, num_gpu=3, cpu_start=0, num_cpu=3))
+    removed, stored = known.take()
+    assert isinstance(removed, BlockRemoved) and isinstance(stored, BlockStored) and removed.medium == "CPU"
+    assert stored.token_ids == [2] * 4 + [3] * 4
+
+
 def test_records_that_cannot_be() -> None:
     """A gap, a parent that nobody has told of, blocks that are not there: the publisher ends, and is told anew."""
     for record in (
