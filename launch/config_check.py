@@ -9,6 +9,8 @@ from pathlib import Path
 
 from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.errors import CacheError, DeviceError, LaunchError, StorageRefusedError, counted
+from fastdeploy_cache.events.names import NameScheme
+from fastdeploy_cache.events.query_token import read_token
 from fastdeploy_cache.ipc.memory_limit import check_available
 from fastdeploy_cache.ipc.peer_channel import load_keys
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
@@ -73,7 +75,7 @@ def _describe_rows(config: CacheConfig, layout: RankLayout) -> list[str]:
 def find_problems(config: CacheConfig) -> list[str]:
     """What an engine with it would lack on this machine now: each in a line. Leaves nothing behind."""
     problems = []
-    for check in (_check_memory, _check_device, _check_storage, _check_folder, _check_peer):
+    for check in (_check_memory, _check_device, _check_storage, _check_folder, _check_peer, _check_events):
         try:
             check(config)
         except CacheError as error:
@@ -131,6 +133,17 @@ def _check_peer(config: CacheConfig) -> None:
         load_secret(Path(peer.secret_file))
     if peer is not None and peer.keys_folder is not None:
         load_keys(Path(peer.keys_folder))
+
+
+def _check_events(config: CacheConfig) -> None:
+    """Whether the keys and the token can be read, and names be made."""
+    events = config.events
+    if events is None:
+        return
+    read_token(events.query_token_file)
+    NameScheme(kind=events.block_names).names()
+    if events.keys_folder is not None:
+        load_keys(Path(events.keys_folder))
 
 
 def _is_missing(path: Path) -> bool:

@@ -14,8 +14,8 @@ from fastdeploy_cache.errors import CodecError, ConfigError, IPCError
 from fastdeploy_cache.events.follower import Follower, ReplayFrom
 from fastdeploy_cache.events.index import PrefixFound
 from fastdeploy_cache.events.names import BlockNaming, NameScheme, name_blocks
-from fastdeploy_cache.events.questions import Answer
-from fastdeploy_cache.events.wire import BlockName
+from fastdeploy_cache.events.questions import Answer, PublisherState
+from fastdeploy_cache.events.wire import MEDIA, BlockName
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.event_log import event_log
@@ -51,22 +51,26 @@ class Mirror:
         replay_endpoint: str | None = None,
         *,
         topic: str = "",
-        keys_folder: str | None = None,
-        publisher_key: bytes = b"",
+        keys_folder: str | Path | None = None,
+        publisher_key: bytes | str = b"",
         on_message: Callable[[int, bytes], None] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """Connect; nothing is waited for, and the publisher may come later.
 
-        `endpoint` and `replay_endpoint` are those of its settings, with the same default. `keys_folder` and
-        `publisher_key` (its public key) are needed where it has keys. `on_message` is called with the sequence and the
-        payload of each message that is taken in, also of one that was asked for again, on the mirror's thread. What it
-        raises of `OSError` ends the mirror.
+        `endpoint` and `replay_endpoint` are those of its settings, with the same default. `topic`: that of its
+        settings, or how that begins. Where it has keys, `keys_folder` has one's own, and `publisher_key` is its
+        public key: the text of 40 characters behind `public-key` in its `own.key`.
+
+        `on_message` is called with the sequence and the payload of each message that is taken in, also of one that was
+        asked for again, on the mirror's thread. What it raises of `OSError` ends the mirror.
 
         Raises:
             ConfigError, IPCError: addresses or keys that are none, or keys that cannot be read.
         """
-        settings = EventsConfig(endpoint=endpoint, replay_endpoint=replay_endpoint, keys_folder=keys_folder)
+        folder = str(keys_folder) if keys_folder is not None else None
+        settings = EventsConfig(endpoint=endpoint, replay_endpoint=replay_endpoint, keys_folder=folder)
+        publisher_key = publisher_key.encode() if isinstance(publisher_key, str) else publisher_key
         keys = load_keys(Path(keys_folder)) if keys_folder is not None else None
         if keys is not None and len(publisher_key) != _KEY_CHARACTERS:
             raise ConfigError(f"publisher_key is {publisher_key!r}; give the publisher's public key, of 40 characters")
@@ -151,7 +155,10 @@ class Mirror:
             return follower.index.find(names, follower.scheme.block_size)
 
     def num_blocks(self, medium: str) -> int:
-        """How many blocks are in a medium: GPU, CPU or DISK; 0 while it is not current."""
+        """How many blocks are in a medium: GPU, CPU or DISK; 0 while it is not current. Raises `ConfigError`: there is
+        no such medium."""
+        if medium not in MEDIA:
+            raise ConfigError(f"there is no medium {medium!r}; use one of {', '.join(MEDIA)}")
         with self._lock:
             return self._follower.index.num_blocks(medium) if self._follower.is_current else 0
 
@@ -176,7 +183,7 @@ class Mirror:
                     self._tell(*self._follower.taken.popleft())
         except (IPCError, OSError, MemoryError) as error:
             self.failure = error
-            logger.warning("event=mirror_failed error=%r", error)
+            logger.info("event=mirror_failed error=%r", error)
         finally:  # whatever ends it: what is known gets old from now on
             with self._lock:
                 self._is_closing = True
@@ -232,6 +239,9 @@ class Mirror:
                 answer: Answer = decode(heard.answer, Answer)
             except CodecError:
                 return  # it is asked again
+            if isinstance(answer, PublisherState) and not answer.topic.encode().startswith(self._address.topic):
+                said = self._address.topic.decode()
+                raise IPCError(f"topic is {said!r}, and the publisher's is {answer.topic!r}: none of it would be heard")
             follower.on_answer(answer)
         elif not heard.is_replayed:
             self._heard_at = self._clock.now()

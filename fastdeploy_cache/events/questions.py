@@ -10,8 +10,10 @@ from typing import Annotated
 
 import msgspec
 
+from fastdeploy_cache.errors import CodecError
 from fastdeploy_cache.events.names import NameScheme
 from fastdeploy_cache.events.wire import BlockName
+from fastdeploy_cache.ipc.codec import decode
 
 
 class _Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,10 +36,10 @@ class AskPiece(_Question, frozen=True, tag="piece"):
 
 
 class AskPrefix(_Question, frozen=True, tag="prefix"):
-    """How much of a prompt is cached, by its tokens or by the names of its blocks."""
+    """How much of a prompt is cached, by its tokens and its namespace, or by the names of its blocks."""
 
     token: str
-    namespace: str
+    namespace: str | None = None
     token_ids: list[int] | None = None
     names: list[BlockName] | None = None
 
@@ -53,6 +55,7 @@ class PublisherState(_Answer, frozen=True, tag="state"):
     """A lifetime has an `epoch` of its own; `sequence` is that of the next message.
 
     `snapshot`: the number of the one that was asked for. It holds what all messages before `sequence` have told.
+    `topic`: the first frame of its messages.
     `groups`: kind and window of each group of a hybrid model but the full one, by number.
     """
 
@@ -60,6 +63,7 @@ class PublisherState(_Answer, frozen=True, tag="state"):
     sequence: Annotated[int, msgspec.Meta(ge=0)]
     scheme: NameScheme
     heartbeat_seconds: Annotated[float, msgspec.Meta(ge=0.01, le=3600.0)]
+    topic: str = ""
     groups: dict[int, tuple[str, int]] = {}
     snapshot: int | None = None
 
@@ -89,3 +93,16 @@ class Refusal(_Answer, frozen=True, tag="refused"):
 
 
 Answer = PublisherState | SnapshotPiece | PrefixAnswer | Refusal
+
+
+class _Numbered(msgspec.Struct):
+    number: int
+
+
+def number_in(data: bytes) -> int:
+    """The number of something that is no question; 0 where it has none."""
+    try:
+        numbered: _Numbered = decode(data, _Numbered)
+    except CodecError:
+        return 0
+    return numbered.number

@@ -275,8 +275,8 @@ class ListenOptions:
     replay_endpoint: Annotated[str | None, typer.Option(help="Its `events.replay_endpoint`, where it has one.")] = None
     topic: Annotated[str, typer.Option(help="Its `events.topic`.")] = ""
     keys_folder: Annotated[Path | None, typer.Option(help="Own keys, with the publisher's among `trusted/`.")] = None
-    seconds: Annotated[float | None, typer.Option(min=0.1, max=86400, help="How long; else until Ctrl-C.")] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Each event as a line of JSON, with all of it.")] = False
+    seconds: Annotated[float | None, typer.Option(min=0.1, max=86400, help="Stop after these; else at Ctrl-C.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each, with all that it says.")] = False
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache events tcp://127.0.0.1:5557")
@@ -285,9 +285,9 @@ def events(
     endpoint: Annotated[str, typer.Argument(help="Where a cache publishes: its `events.endpoint`.")],
     options: ListenOptions,
 ) -> None:
-    """Print what a cache tells of its blocks, as it comes: first how much is cached.
+    """Print how much a cache has, and then what it tells of its blocks, as it comes.
 
-    Exit status 0: the time is over; 1: nobody publishes there.
+    Exit status 0: the time is over; 1: nobody publishes there within ten seconds.
     """
     from fastdeploy_cache.launch.operating.events import listen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -55,15 +56,23 @@ def listen(endpoint: str, options: _Options) -> None:
         publisher_key=_publisher_key(folder) if folder is not None else b"",
         on_message=print_message,
     ) as mirror:
-        if not mirror.wait_current(_WAIT_SECONDS):
-            raise LaunchError(f"nobody publishes at {endpoint}, or answers; see `events.endpoint` of the cache")
-        if not options.as_json:
-            there = ", ".join(f"{medium} {mirror.num_blocks(medium)}" for medium in ("GPU", "CPU"))
-            with lock:
-                out.write(f"== cached now, in blocks of {counted(mirror.block_size or 0, 'token')}: {there}\n")
-                out.flush()
+        if not mirror.wait_current(min(_WAIT_SECONDS, options.seconds or _WAIT_SECONDS)):
+            if mirror.failure is not None:
+                raise mirror.failure
+            keys = ", or the keys are not trusted there" if folder is not None else ""
+            raise LaunchError(f"nobody publishes at {endpoint}, or answers{keys}; see `events.endpoint` of the cache")
+        there = {medium: mirror.num_blocks(medium) for medium in ("GPU", "CPU")}
+        with lock:
+            if options.as_json:
+                out.write(json.dumps({"type": "cached", "block_size": mirror.block_size, **there}) + "\n")
+            else:
+                of = ", ".join(f"{medium} {count}" for medium, count in there.items())
+                out.write(f"== cached now, in blocks of {counted(mirror.block_size or 0, 'token')}: {of}\n")
+            out.flush()
         mirror.wait_closed(options.seconds)
-        if mirror.failure is not None:
+        if isinstance(mirror.failure, BrokenPipeError):  # nobody reads what is printed any more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+        elif mirror.failure is not None:
             raise mirror.failure
 
 

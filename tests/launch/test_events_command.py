@@ -48,6 +48,10 @@ def test_events_as_json() -> None:
                 serve(cache, f"{number}", prompt(number % 50))
                 assert number < 300, "nothing is printed"
             found = json.loads(process.stdout.readline())
+            if found["type"] == "cached":
+                assert set(found) == {"type", "block_size", "GPU", "CPU"}
+                serve(cache, "another", prompt(200))
+                found = json.loads(process.stdout.readline())
             assert {"sequence", "unix_seconds", "type", "block_hashes", "medium"} <= set(found)
             assert all(len(bytes.fromhex(name)) == 32 for name in found["block_hashes"])
             process.kill()

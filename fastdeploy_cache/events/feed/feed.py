@@ -6,7 +6,6 @@ import itertools
 import os
 import threading
 from collections import deque
-from pathlib import Path
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from fastdeploy_cache.events.feed.tap import EventTap
 from fastdeploy_cache.events.journal import Note, encode_notes
 from fastdeploy_cache.events.names import NameScheme
 from fastdeploy_cache.events.publisher.setup import PublisherSetup
+from fastdeploy_cache.events.query_token import read_token
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.metrics.event_metrics import PublishedCounts
 from fastdeploy_cache.transfer_manager.client import RankStatus
@@ -55,7 +55,7 @@ class EventFeed:
         self._scheme = _scheme_of(self._events, config.block_size)
         self._scheme.names()
         self._endpoints = self._events.endpoints(config.transfer.data_parallel_id)
-        self._token = _token_in(self._events.query_token_file)
+        self._token = read_token(self._events.query_token_file)
         layout = config.rank_layout()
         self._rows = tuple(layout.rows[1:]) if layout is not None else ()
         self._transfer = config_beside(config.transfer, tp_size=1, start_timeout_seconds=_START_SECONDS)
@@ -224,15 +224,3 @@ class EventFeed:
 
 def _scheme_of(events: EventsConfig, block_size: int) -> NameScheme:
     return NameScheme(kind=events.block_names, form=events.name_form, seed=events.hash_seed, block_size=block_size)
-
-
-def _token_in(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        token = Path(path).read_text().strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"events.query_token_file is {path!r}, and cannot be read: {error}") from error
-    if len(token) < 16:
-        raise ConfigError(f"events.query_token_file is {path!r}, and has {len(token)} characters; use 16 or more")
-    return token

@@ -22,10 +22,13 @@ from fastdeploy_cache.events.questions import (
     Question,
     Refusal,
     SnapshotPiece,
+    number_in,
 )
 from fastdeploy_cache.events.wire import Event, encode_batch
 from fastdeploy_cache.ipc.clock import Clock
 from fastdeploy_cache.ipc.codec import decode, encode
+
+_MOST_BYTES = 2**20  # of a question
 
 
 class Answers:
@@ -52,10 +55,13 @@ class Answers:
 
     def answer(self, data: bytes, next_sequence: int) -> bytes:
         """The answer to what somebody asks, whatever that is."""
+        if len(data) > _MOST_BYTES:
+            return encode(Refusal(number=0, reason=f"the question has {len(data)} bytes; {_MOST_BYTES} are the most"))
         try:
             question: Question = decode(data, Question)
         except CodecError as error:
-            return encode(Refusal(number=0, reason=f"{error}"[:200]))
+            reason = str(error.__cause__ or error)[:200]
+            return encode(Refusal(number=number_in(data), reason=f"this is no question: {reason}"))
         try:
             answer = self._answer_to(question, next_sequence)
         except LookupError:
@@ -83,6 +89,7 @@ class Answers:
             sequence=next_sequence,
             scheme=self._setup.scheme,
             heartbeat_seconds=self._setup.interval_seconds,
+            topic=self._setup.topic,
             groups=groups_of(self._setup.rows),
             snapshot=snapshot,
         )
@@ -95,9 +102,11 @@ class Answers:
             raise ValueError("the token is wrong")
         if (question.token_ids is None) == (question.names is None):
             raise ValueError("give either token_ids or names")
+        if question.token_ids is not None and question.namespace is None:
+            raise ValueError("give the namespace of the token_ids; that of most prompts is empty")
         names = question.names
         if question.token_ids is not None:
-            names = [*name_blocks(self._setup.scheme, self._naming, question.token_ids, question.namespace)]
+            names = [*name_blocks(self._setup.scheme, self._naming, question.token_ids, question.namespace or "")]
         found = self._index.find(names or [], self._setup.scheme.block_size)
         return PrefixAnswer(
             number=question.number,

@@ -161,7 +161,7 @@ def test_over_tcp_with_keys(tmp_path: Path) -> None:
         first, second = (f"tcp://127.0.0.1:{each.getsockname()[1]}" for each in (one, two))
     with publishing(endpoint=first, replay_endpoint=second, keys_folder=str(publisher)) as cache:
         serve(cache, "a", prompt(1))
-        with mirror_of(cache, keys_folder=str(friend), publisher_key=key) as mirror:
+        with mirror_of(cache, keys_folder=friend, publisher_key=key.decode()) as mirror:
             assert mirror.wait_current(_SECONDS)
             wait_for(mirror, cache)
         with mirror_of(cache, keys_folder=str(stranger), publisher_key=key) as mirror:
@@ -186,6 +186,21 @@ def test_a_mirror_that_has_ended_knows_nothing() -> None:
             assert mirror.wait_closed(_SECONDS) and not mirror.is_current
             assert isinstance(mirror.failure, BrokenPipeError) == (mirror is mirrors[0])
             mirror.close()
+
+
+@pytest.mark.parametrize(("topic", "is_heard"), [("kv@me", True), ("kv", True), ("", True), ("xx", False)])
+def test_topics(topic: str, is_heard: bool) -> None:
+    """The publisher's own, or how it begins; with another one it says that it would hear nothing."""
+    with publishing(topic="kv@me") as cache, mirror_of(cache, topic=topic) as mirror:
+        if not is_heard:
+            assert mirror.wait_closed(_SECONDS) and "the publisher's is 'kv@me'" in str(mirror.failure)
+            return
+        assert mirror.wait_current(_SECONDS)
+        serve(cache, "a", prompt(1))
+        wait_for(mirror, cache)
+        assert mirror.counts()["replays"] == 0
+        with pytest.raises(ConfigError, match="no medium 'gpu'; use one of GPU, CPU, DISK"):
+            mirror.num_blocks("gpu")
 
 
 def test_addresses_that_are_none(tmp_path: Path) -> None:

@@ -140,7 +140,11 @@ def test_snapshots_are_bounded() -> None:
 
 def test_who_asks_needs_the_token(tmp_path: Path) -> None:
     """A prompt's cached part, by tokens or by names; not without the token, nor where none is set."""
-    (tmp_path / "token").write_text("0123456789abcdef\n")
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
+    with pytest.raises(ConfigError, match="which others may read"), publishing(query_token_file=str(token)):
+        pass
+    token.chmod(0o600)
     with publishing(query_token_file=str(tmp_path / "token")) as cache, mirror_of(cache) as mirror:
         tokens = prompt(1)
         with PlainSubscriber(cache) as subscriber:
@@ -154,10 +158,14 @@ def test_who_asks_needs_the_token(tmp_path: Path) -> None:
             assert answer_to(subscriber, AskPrefix(**asked, names=names))["num_tokens"] == 4 * SIZE
             elsewhere = AskPrefix(**{**asked, "namespace": "tenant"}, token_ids=tokens.tolist())
             assert answer_to(subscriber, elsewhere)["num_tokens"] == 0
+            no_token = msgspec.msgpack.encode({"type": "prefix", "number": 8})
             for wrong, why in (
                 (AskPrefix(**{**asked, "token": "no"}, token_ids=[1]), "the token is wrong"),
+                (no_token, "no question: Object missing required field `token`"),
                 (AskPrefix(**asked), "give either token_ids or names"),
                 (AskPrefix(**asked, token_ids=[-1]), "token id -1"),
+                (AskPrefix(number=1, token=asked["token"], token_ids=[1]), "give the namespace"),
+                (AskPrefix(**asked, token_ids=[100_000] * 300_000), "1048576 are the most"),
             ):
                 assert why in answer_to(subscriber, wrong)["reason"]
     with publishing() as cache, PlainSubscriber(cache) as subscriber:
