@@ -149,3 +149,17 @@ def test_everything_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def _no_memory(num_bytes: int, what: str) -> None:
     raise NotEnoughMemoryError(f"{what} needs {num_bytes} bytes of memory")
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("keys_folder = '/no/such/folder'", "keys of /no/such/folder"),
+        ("query_token_file = '/no/such/file'", "events.query_token_file is '/no/such/file', and cannot be read"),
+        ("query_token_file = '/proc/self/comm'", "which others may read; chmod 600 it"),
+    ],
+)
+def test_what_events_need_is_tried(tmp_path: Path, setting: str, why: str) -> None:
+    """Keys and the token, without a publisher."""
+    status, _, (problem,) = check(tmp_path, f"[events]\nendpoint = 'ipc:///tmp/kv'\n{setting}\n")
+    assert status == 1 and why in problem
