@@ -19,12 +19,11 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from fastdeploy_cache.errors import IPCError
-from fastdeploy_cache.ipc.peer_channel import CurveKeys
+from fastdeploy_cache.ipc.peer_channel import CurveKeys, new_socket
 
 _END = (-1).to_bytes(8, "big", signed=True)
 _MOST_SEQUENCE = 2**63 - 1
 _MAX_REQUEST_BYTES = 2**23  # more than the owner answers: it says so
-_MAX_MESSAGE_BYTES = 64 * 2**20
 _MOST_UNHEARD, _MOST_UNREAD = 4096, 256  # messages to one that does not read: of the stream, and of answers
 _MOST_REPLAYS = 64  # that are being answered
 _ALIVE_MILLISECONDS, _DEAD_MILLISECONDS = 5_000, 20_000
@@ -202,7 +201,6 @@ class EventInlet:
 
     def _new(self, kind: int, endpoint: str) -> zmq.Socket[Any]:
         socket, keys = _new_socket(self._context, kind, endpoint), self._address.keys
-        socket.set(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         socket.set(zmq.RECONNECT_IVL, 50)
         socket.set(zmq.RECONNECT_IVL_MAX, 1000)
         if keys is not None:
@@ -300,13 +298,9 @@ def _check_path(endpoint: str) -> None:
 
 
 def _new_socket(context: zmq.Context[Any], kind: int, endpoint: str) -> zmq.Socket[Any]:
-    try:
-        socket: zmq.Socket[Any] = context.socket(kind)
-    except zmq.ZMQError as error:
-        raise IPCError(f"cannot make a socket: {error}; raise the limit of open files") from error
+    """One that forgets what is unsent when it is closed, and finds out when the other end is gone."""
+    socket = new_socket(context, kind, endpoint, _MOST_UNHEARD)
     socket.set(zmq.LINGER, 0)
-    socket.set_hwm(_MOST_UNHEARD)
-    socket.set(zmq.IPV6, endpoint.startswith("tcp://["))
     socket.set(zmq.HEARTBEAT_IVL, _ALIVE_MILLISECONDS)
     socket.set(zmq.HEARTBEAT_TIMEOUT, _DEAD_MILLISECONDS)
     return socket

@@ -102,7 +102,7 @@ class PeerListener:
         """Raises `IPCError`: no keys for TCP, or the address cannot be had."""
         check_address(address, keys)
         self._authenticator: ThreadAuthenticator | None = None
-        self.socket = _new_socket(context, zmq.ROUTER, address, max_messages)
+        self.socket = new_socket(context, zmq.ROUTER, address, max_messages)
         self.socket.set(zmq.ROUTER_MANDATORY, 1)
         if keys is not None and address.startswith("tcp://"):
             self._authenticator = ThreadAuthenticator(context)
@@ -149,7 +149,7 @@ class PeerConnection:
     ) -> None:
         """`public_key`: of the listener. Raises `IPCError` where the address is not to be used."""
         check_address(address, keys)
-        self.socket = _new_socket(context, zmq.DEALER, address, max_messages)
+        self.socket = new_socket(context, zmq.DEALER, address, max_messages)
         self.socket.set(zmq.ROUTING_ID, b"c" + SYSTEM_CLOCK.random_bytes(12))  # a first byte of zero is ZeroMQ's own
         if keys is not None and address.startswith("tcp://"):
             if public_key not in keys.trusted:
@@ -185,7 +185,8 @@ class PeerConnection:
         self.socket.close()
 
 
-def _new_socket(context: zmq.Context[Any], kind: int, address: str, max_messages: int) -> zmq.Socket[Any]:
+def new_socket(context: zmq.Context[Any], kind: int, address: str, max_messages: int) -> zmq.Socket[Any]:
+    """A socket for an address, with bounds. Raises `IPCError`: there are no descriptors left."""
     try:
         socket: zmq.Socket[Any] = context.socket(kind)
     except zmq.ZMQError as error:

@@ -91,11 +91,6 @@ class Follower:
         """The sequence of the last message that was taken in; -1: none was."""
         return self._expected - 1
 
-    @property
-    def is_asking(self) -> bool:
-        """Whether an answer is due."""
-        return self.state is not FollowState.CURRENT
-
     def take_question(self) -> Question | ReplayFrom | None:
         """What is to be sent now; once."""
         question, self._question = self._question, None

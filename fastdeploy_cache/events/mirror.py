@@ -205,7 +205,7 @@ class Mirror:
 
     def _silent_at(self) -> float:
         """When a missing answer, or message, says something."""
-        if self._follower.is_asking:
+        if not self._follower.is_current:  # an answer is due
             return self._asked_at + (self._rest() if self._follower.is_refused else _ANSWER_SECONDS)
         return self._heard_at + (_NUM_HEARTBEATS * self._follower.heartbeat_seconds or _FIRST_SILENCE_SECONDS)
 
