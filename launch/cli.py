@@ -83,9 +83,17 @@ def demo(
     *,
     kill: Annotated[bool, typer.Option(help="Kill one rank in the middle.")] = True,
     hybrid: Annotated[bool, typer.Option("--hybrid", help="A model with windows and states in some layers.")] = False,
+    router: Annotated[
+        bool, typer.Option("--router", help="Instead: two instances, and a router that knows what each has.")
+    ] = False,
 ) -> None:
     """Serve real conversations with the cache and without, and compare speed and answers."""
     check_installed()
+    if router:
+        check_library()
+        from fastdeploy_cache.launch.demo.routed import routed_demo
+
+        raise typer.Exit(0 if routed_demo(new_tokens, json, log_dir) else 1)
     from fastdeploy_cache.launch.demo.command import demo as run
 
     raise typer.Exit(0 if run(ranks, new_tokens, json, log_dir, kill=kill, is_hybrid=hybrid) else 1)

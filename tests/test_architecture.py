@@ -150,6 +150,7 @@ HOMES = {
     "rich": {
         "launch/demo/command.py",
         "launch/demo/report.py",
+        "launch/demo/routed.py",
         "launch/engines/report.py",
         "launch/faults/command.py",
         "launch/faults/soak_command.py",

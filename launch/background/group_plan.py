@@ -13,6 +13,7 @@ from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.background.run_folder import RunFolder
 
 ROUTER = "router"
+_MOST_CHARACTERS = 98  # of a unix socket's path, less `.replay`
 _NOT_SHARED = {
     "--role": "use --prefill N and --decode N",
     "--control-socket": "all would take one socket; start them one by one",
@@ -23,6 +24,7 @@ _NOT_SHARED_SETTINGS = {
     "role": "use --prefill N and --decode N",
     "peer.listen": "all members would take one port; start them one by one",
     "peer.name": "each member has its own, which metrics show",
+    "events.endpoint": "each member has its own: use --events",
 }
 
 
@@ -39,6 +41,9 @@ class GroupPlan:
     allow_hosts: Annotated[
         list[str] | None, typer.Option("--allow-host", metavar="NAME", help="As of `serve`; of all members.")
     ] = None
+    events: Annotated[
+        bool, typer.Option("--events", help="Instances tell what they have, and the router sends prompts there.")
+    ] = False
     serve: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -59,16 +64,19 @@ class GroupPlan:
                 *("serve", "--role", role, "--ranks", str(num_ranks), "--port", "0", "--metrics-port", "0"),
                 *("--log-dir", str(folder.log_folder / f"{role}-{number}")),
                 *("--set", f"peer.name={role}-{number}", "--set", f"peer.secret_file={secret_file(folder)}"),
+                *(("--set", f"events.endpoint={events_endpoint(folder, f'{role}-{number}')}") if self.events else ()),
                 *self._allowed(),
                 *self.serve,
             ]
             for role, number, num_ranks in roles
         }
 
-    def router(self, urls: Mapping[str, str]) -> list[str]:
+    def router(self, urls: Mapping[str, str], folder: RunFolder) -> list[str]:
         """The command of the router, before instances that listen there."""
         instances = [word for name, url in urls.items() for word in (f"--{name.partition('-')[0]}", url)]
-        return ["route", "--host", self.host, "--port", str(self.port), *self._allowed(), *instances]
+        heard = [("--events", f"{url},{events_endpoint(folder, name)}") for name, url in urls.items() if self.events]
+        events = [word for pair in heard for word in pair]
+        return ["route", "--host", self.host, "--port", str(self.port), *self._allowed(), *instances, *events]
 
     def words(self) -> list[str]:
         """The options of `up` that make this plan."""
@@ -78,6 +86,7 @@ class GroupPlan:
             *(w for n, c in counts.items() for w in (f"--{n}", str(c))),
             "--host",
             self.host,
+            *(("--events",) if self.events else ()),
             *self._allowed(),
             *self.serve,
         ]
@@ -97,6 +106,14 @@ def at_known_ports(command: Sequence[str], facts: Mapping[str, str]) -> list[str
 def secret_file(folder: RunFolder) -> Path:
     """The secret of this group alone: its instances sign their offers with it."""
     return folder.group_folder / "peer.secret"
+
+
+def events_endpoint(folder: RunFolder, name: str) -> str:
+    """Where an instance publishes. Raises `LaunchError`: the folder's path is too long for a socket in it."""
+    path = folder.group_folder / f"{name}.events"
+    if len(str(path)) > _MOST_CHARACTERS:
+        raise LaunchError(f"--events: {path} is too long for a socket; use a --run-dir with a shorter path")
+    return f"ipc://{path}"
 
 
 def discovery_file(folder: RunFolder) -> Path:

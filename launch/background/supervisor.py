@@ -79,7 +79,7 @@ class Supervisor:
         if self._asked.is_set:
             return
         urls = {name: member.facts["url"] for name, member in self._members.items()}
-        self._add(ROUTER, self._plan.router(urls))
+        self._add(ROUTER, self._plan.router(urls, self._folder))
         self._wait_all_ready()
         if not self._asked.is_set:
             self._has_been_ready = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -160,6 +161,8 @@ class CompletionRequest(_Asked):
 
 
 ApiRequest = ChatRequest | CompletionRequest
+CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
+KINDS: Mapping[str, type[ApiRequest]] = {CHAT_PATH: ChatRequest, COMPLETION_PATH: CompletionRequest}  # by path
 
 
 def decode_request(body: bytes, kind: type[ApiRequest] | None = None) -> ApiRequest:

@@ -17,7 +17,8 @@ from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.server import answer_forms
 from fastdeploy_cache.launch.server.answer_text import AnswerText
 from fastdeploy_cache.launch.server.api_fields import RefusedFieldError
-from fastdeploy_cache.launch.server.api_requests import ApiRequest, CompletionRequest
+from fastdeploy_cache.launch.server.api_prompts import PromptReader
+from fastdeploy_cache.launch.server.api_requests import ApiRequest
 from fastdeploy_cache.launch.server.arrivals import Arrivals
 from fastdeploy_cache.launch.server.prefills import Prefills
 
@@ -30,7 +31,8 @@ class ChatApi:
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer) -> None:
         self._engine, self._tokenizer = engine, tokenizer
-        self.prefills = Prefills(engine, self._prompts_of)
+        self._reader = PromptReader(tokenizer, self._check_fits)
+        self.prefills = Prefills(engine, self._reader.prompts_of)
 
     async def submit(self, request: ApiRequest, *, name: str = "request") -> list[Generation]:
         """Queue each of its prompts, in their order, or none; the cache knows them by this name.
@@ -41,7 +43,7 @@ class ChatApi:
         """
         generations: list[Generation] = []
         try:
-            for prompt in await asyncio.to_thread(self._prompts_of, request):  # others are answered meanwhile
+            for prompt in await asyncio.to_thread(self._reader.prompts_of, request):  # others are answered meanwhile
                 generations.append(
                     self._engine.intake.submit(
                         prompt,
@@ -57,37 +59,6 @@ class ChatApi:
             self.cancel(*generations)
             raise
         return generations
-
-    def _prompts_of(self, request: ApiRequest) -> list[Any]:
-        """The tokens of each prompt. One that can never fit is refused by its length: tokenising it may take
-        seconds."""
-        if isinstance(request, CompletionRequest):
-            return [self._tokens_of(where, prompt, request) for where, prompt in request.prompts.items()]
-        messages = [{"role": message.model_role, "content": message.text()} for message in request.messages]
-        num_chars = sum(len(message["content"]) for message in messages)
-        what = f"{num_chars} characters in {len(messages)} messages count as"
-        self._check_fits(f"messages: {what}", self._tokenizer.min_tokens(messages), "tokens or more", request)
-        tokens = self._tokenizer.encode_chat(messages)
-        self._check_fits("messages have", len(tokens), "tokens", request)
-        return [tokens]
-
-    def _tokens_of(self, where: str, prompt: str | list[int], request: CompletionRequest) -> Any:
-        tokens: Any = prompt
-        if isinstance(prompt, str):
-            what = f"{where}: {len(prompt)} characters count as"
-            self._check_fits(what, self._tokenizer.min_text_tokens(prompt), "tokens or more", request)
-            tokens = self._tokenizer.encode(prompt)
-        self._check_fits(f"{where} has", len(tokens), "tokens", request)
-        if isinstance(prompt, list):
-            self._check_known(where, prompt)
-        return tokens
-
-    def _check_known(self, where: str, token_ids: list[int]) -> None:
-        num_known = self._tokenizer.num_tokens
-        for place, token_id in enumerate(token_ids):
-            if not 0 <= token_id < num_known:
-                text = f"{where}[{place}] is {token_id}; the model's token ids are 0 to {num_known - 1}"
-                raise RefusedFieldError("prompt", text, code="invalid_value")
 
     def _check_fits(self, what: str, num_least: int, unit: str, request: ApiRequest) -> None:
         intake, num_new = self._engine.intake, request.max_new_tokens

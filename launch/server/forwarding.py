@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from fastdeploy_cache.launch.server.answers import failure
-from fastdeploy_cache.launch.server.instances import Instances
+from fastdeploy_cache.launch.server.choice import ROUTE_HEADER, Choice
+from fastdeploy_cache.launch.server.instances import Instances, Load
 from fastdeploy_cache.launch.server.limits import ClientGoneError
 from fastdeploy_cache.launch.server.request_log import FACTS, LOGGED_STATUS
 from fastdeploy_cache.launch.server.streams import StreamedAnswer
@@ -38,8 +39,10 @@ class Forwarding:
         self._answer: StreamedAnswer | None = None  # once it has begun
         self.has_taken_offer = False  # as far as can be told, also where `run` is cancelled
 
-    async def run(self, request: web.Request, places: Sequence[Place]) -> web.StreamResponse:
-        """What the client is answered.
+    async def run(
+        self, request: web.Request, places: Sequence[Place], choice: Choice | None = None
+    ) -> web.StreamResponse:
+        """What the client is answered by the first of these instances that does. `choice`: why they have this order.
 
         Raises:
             HungError: an instance hangs on it.
@@ -48,8 +51,9 @@ class Forwarding:
         for place in places:
             request[FACTS]["decode"] = "{}:{}".format(*place)
             try:
-                async with self._decode.asked(self._upstream, place, self._question) as answer:
-                    await self._pass_on(request, answer)
+                load = choice.load_of(place) if choice is not None else Load(0.0, 0.0)
+                async with self._decode.asked(self._upstream, place, self._question, load) as answer:
+                    await self._pass_on(request, answer, load, choice.answered(place) if choice is not None else None)
             except ClientGoneError:
                 raise
             except TimeoutError as error:
@@ -71,8 +75,10 @@ class Forwarding:
     def _has_begun(self) -> bool:
         return self._answer is not None
 
-    async def _pass_on(self, request: web.Request, answer: WholeAnswer) -> None:
+    async def _pass_on(self, request: web.Request, answer: WholeAnswer, load: Load, route: str | None) -> None:
         headers = answer.response.headers.copy()
+        if route is not None:
+            headers[ROUTE_HEADER] = request[FACTS]["route"] = route
         for name in _OF_A_CONNECTION:
             headers.popall(name, None)
         request[LOGGED_STATUS] = "forwarded"
@@ -81,6 +87,10 @@ class Forwarding:
         # a stream begins before the offer is asked for, other answers after that
         self.has_taken_offer = answer.is_good and not self._is_stream
         await self._answer.begin()
+        has_said = not self._is_stream  # the first piece of a stream comes before anything is computed
         async for piece in answer.pieces():
+            if has_said:
+                load.note_prompt_computed()
+            has_said = True
             await self._answer.write(piece)
         self.has_taken_offer = answer.is_good

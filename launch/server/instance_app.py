@@ -22,7 +22,7 @@ from fastdeploy_cache.launch.reference_engine.generation import (
 from fastdeploy_cache.launch.server.answer_forms import MODEL_NAME
 from fastdeploy_cache.launch.server.answers import error_of, failure, success
 from fastdeploy_cache.launch.server.api_fields import RefusedFieldError
-from fastdeploy_cache.launch.server.api_requests import ApiRequest, ChatRequest, CompletionRequest, decode_request
+from fastdeploy_cache.launch.server.api_requests import CHAT_PATH, COMPLETION_PATH, KINDS, ApiRequest, decode_request
 from fastdeploy_cache.launch.server.chat import ChatApi
 from fastdeploy_cache.launch.server.http_server import answering, route_of_the_rest
 from fastdeploy_cache.launch.server.limits import connection_of, read_body
@@ -30,19 +30,18 @@ from fastdeploy_cache.launch.server.request_log import FACTS, GENERATIONS, REQUE
 from fastdeploy_cache.launch.server.streams import StreamedAnswer
 from fastdeploy_cache.life_cycle import LifeCycleStatus
 
-_CHAT, _COMPLETION, _PREFILL = "/v1/chat/completions", "/v1/completions", "/v1/prefill"
+_PREFILL = "/v1/prefill"
 _MODEL = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "HuggingFaceTB"}
-_KINDS: dict[str, type[ApiRequest]] = {_CHAT: ChatRequest, _COMPLETION: CompletionRequest}  # and /v1/prefill takes both
 _NOT_SERVED = {  # by role and path
     **{
         ("prefill", path): f"the role of this instance is prefill: use {_PREFILL}, or ask a decode instance"
-        for path in _KINDS
+        for path in KINDS
     },
     ("decode", _PREFILL): "the role of this instance is decode: ask a prefill instance",
 }
 _NOT_HERE = {
-    "GET": f"no page {{path}}; there are {_CHAT}, {_COMPLETION}, /v1/models, /health, /ready and /status",
-    "POST": f"nothing is posted to {{path}}; use {_CHAT} or {_COMPLETION}",
+    "GET": f"no page {{path}}; there are {CHAT_PATH}, {COMPLETION_PATH}, /v1/models, /health, /ready and /status",
+    "POST": f"nothing is posted to {{path}}; use {CHAT_PATH} or {COMPLETION_PATH}",
     "DELETE": f"nothing is deleted at {{path}}; use {_PREFILL}/OFFER_ID",
 }
 _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -68,8 +67,8 @@ class InstanceApp:
                 web.get("/status", self._status, allow_head=False),
                 web.get("/v1/models", self._models, allow_head=False),
                 web.get("/v1/models/{model:.+}", self._one_model, allow_head=False),
-                web.post(_CHAT, self._ask),
-                web.post(_COMPLETION, self._ask),
+                web.post(CHAT_PATH, self._ask),
+                web.post(COMPLETION_PATH, self._ask),
                 web.post(_PREFILL, self._prefill),
                 web.delete(_PREFILL + "/{offer_id:.*}", self._give_up),
                 route_of_the_rest(self._not_here),
@@ -116,7 +115,7 @@ class InstanceApp:
         except LaunchError as error:
             return failure(400, str(error), ends=True)
         try:
-            asked = decode_request(body, _KINDS.get(request.path))
+            asked = decode_request(body, KINDS.get(request.path))
             _check_model(asked.model)
             self._check_served(request.path)
             return await serve(request, asked)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from fastdeploy_cache.errors import LaunchError
@@ -14,13 +16,31 @@ from fastdeploy_cache.launch.server.upstream import NotSentError, Place, Questio
 _HUNG_SECONDS = 15.0  # so long an instance that did not answer is asked after all others
 
 
+@dataclass(eq=False)
+class Load:
+    """How busy an instance is with one request, in tokens that are computed: until it says something, and then."""
+
+    prompt_tokens: float
+    open_tokens: float
+
+    @property
+    def tokens(self) -> float:
+        """Both together."""
+        return self.prompt_tokens + self.open_tokens
+
+    def note_prompt_computed(self) -> None:
+        """The instance has said something: only the answer is left to do."""
+        self.prompt_tokens = 0.0
+
+
 class Instances:
     """URLs of instances of one role, used in turn. For one event loop."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         """Raises `LaunchError` for what is no http://HOST:PORT."""
-        self._places = [_place(url) for url in urls]
+        self._places = [place_of(url) for url in urls]
         self._turns = itertools.count()
+        self._loads: defaultdict[Place, set[Load]] = defaultdict(set)
         self._hung_until: dict[Place, float] = {}
 
     def __len__(self) -> int:
@@ -36,12 +56,21 @@ class Instances:
         """Each once, for what is no work: it takes nobody's turn. Who has hung lately is last."""
         return sorted(self._places, key=self.is_hung)
 
+    def load(self, place: Place) -> float:
+        """How busy it is with what it was asked here, in tokens that are computed."""
+        return sum(load.tokens for load in self._loads[place])
+
     @asynccontextmanager
-    async def asked(self, upstream: Upstream, place: Place, question: Question) -> AsyncIterator[WholeAnswer]:
-        """A request to one of them. If it hangs, that is noted, and it gets no other one before its health answers.
+    async def asked(
+        self, upstream: Upstream, place: Place, question: Question, load: Load | None = None
+    ) -> AsyncIterator[WholeAnswer]:
+        """A request to one of them, which is a `load` to it until it is over. If it hangs, that is noted, and it gets
+        no other one before its health answers.
 
         Raises what `Upstream.ask` raises; `NotSentError`, too, where it still hangs.
         """
+        load = load or Load(0.0, 0.0)
+        self._loads[place].add(load)
         try:
             if not await self._may_take(upstream, place):
                 raise NotSentError("it has hung, and does not answer for its health either", is_late=True)
@@ -54,6 +83,8 @@ class Instances:
         except TimeoutError:
             self._note_hung(place)
             raise
+        finally:
+            self._loads[place].discard(load)
 
     def _note_hung(self, place: Place) -> None:
         """It did not answer in time: who comes next need not wait for that again."""
@@ -73,7 +104,8 @@ class Instances:
         return True
 
 
-def _place(url: str) -> Place:
+def place_of(url: str) -> Place:
+    """Where an instance is. Raises `LaunchError` for what is no http://HOST:PORT."""
     parts = urlsplit(url)
     try:
         port = parts.port

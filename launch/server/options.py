@@ -69,4 +69,20 @@ class RouteOptions:
     max_open_prefills: Annotated[
         int, typer.Option(min=0, help="Chats of one client that prefill instances compute at a time; decode the rest.")
     ] = 32
+    events: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL,ENDPOINT[,KEY]",
+            help="An instance's events.endpoint; it gets the prompts of which it has most. Can be repeated.",
+        ),
+    ] = None
+    keys_folder: Annotated[
+        Path | None, typer.Option(help="Of this router's keys, for events with keys (see `peer-keys`).")
+    ] = None
+    loaded_token_cost: Annotated[
+        float, typer.Option(min=0, max=1, help="Of a token cached below the GPU, where computing one costs 1.")
+    ] = 0.1
+    open_request_cost: Annotated[
+        float, typer.Option(min=0, help="Of each request that an instance is answering, in tokens that are computed.")
+    ] = 16.0
     allow_host: Names = None

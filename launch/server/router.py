@@ -12,10 +12,13 @@ from aiohttp import web
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.server.answers import failure, success
+from fastdeploy_cache.launch.server.api_requests import CHAT_PATH, COMPLETION_PATH
+from fastdeploy_cache.launch.server.choice import Chooser
 from fastdeploy_cache.launch.server.forwarding import Forwarding, HungError
 from fastdeploy_cache.launch.server.http_server import answering, route_of_the_rest
 from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.limits import ClientCounts, read_body
+from fastdeploy_cache.launch.server.prefix_lookup import PromptKnown
 from fastdeploy_cache.launch.server.request_log import FACTS
 from fastdeploy_cache.launch.server.router_pages import RouterPages
 from fastdeploy_cache.launch.server.upstream import READINESS, Place, Question, Upstream
@@ -27,10 +30,11 @@ _SHORT_SECONDS = 2.0
 _PROBE_SECONDS = 5.0  # without a word of a decode instance
 MAX_BODY_BYTES = 3 * 2**20  # with an offer it is still no more than instances take
 MAX_OPEN_PREFILLS = 32  # of one client
-_CHAT, _COMPLETION, _PREFILL = "/v1/chat/completions", "/v1/completions", "/v1/prefill"
+_PREFILL = "/v1/prefill"
 _NOT_HERE = {
-    "GET": f"no page {{path}}; there are {_CHAT}, {_COMPLETION}, /v1/models, /health, /ready, /status and /metrics",
-    "POST": f"nothing is posted to {{path}}; use {_CHAT} or {_COMPLETION}",
+    "GET": f"no page {{path}}; there are {CHAT_PATH}, {COMPLETION_PATH}, /v1/models, /health, /ready, /status and "
+    "/metrics",
+    "POST": f"nothing is posted to {{path}}; use {CHAT_PATH} or {COMPLETION_PATH}",
 }
 _UPSTREAM = web.AppKey("upstream", Upstream)
 
@@ -52,17 +56,19 @@ class Router:
         decode: Instances,
         prefill_seconds: float,
         *,
+        chooser: Chooser | None = None,
         probe_seconds: float = _PROBE_SECONDS,
         max_open_prefills: int = MAX_OPEN_PREFILLS,
     ) -> None:
-        """`max_open_prefills`: chats of one client beyond so many are computed by decode instances alone."""
+        """`chooser` orders instances: by turns by default. `max_open_prefills`: chats of one client beyond so many are
+        computed by decode instances alone."""
         self.open_prefills = ClientCounts(max_open_prefills)
-        self._prefill, self._decode = prefill, decode
+        self._prefill, self._decode, self._chooser = prefill, decode, chooser or Chooser()
         self._prefill_seconds, self._probe_seconds = prefill_seconds, probe_seconds
 
     def build(self) -> web.Application:
         """The application, for one `HttpServer`."""
-        pages = RouterPages({"prefill": self._prefill, "decode": self._decode}, _UPSTREAM)
+        pages = RouterPages({"prefill": self._prefill, "decode": self._decode}, _UPSTREAM, self._chooser)
         middlewares = [pages.middleware(), answering]
         app = web.Application(middlewares=middlewares, client_max_size=0)  # `read_body` has the bound
         app.cleanup_ctx.append(_connect)
@@ -72,8 +78,8 @@ class Router:
                 web.get("/ready", self._ready, allow_head=False),
                 web.get("/v1/models", self._models, allow_head=False),
                 web.get("/v1/models/{model:.+}", self._models, allow_head=False),
-                web.post(_CHAT, self._ask),
-                web.post(_COMPLETION, self._ask),
+                web.post(CHAT_PATH, self._ask),
+                web.post(COMPLETION_PATH, self._ask),
                 *pages.routes(),
                 route_of_the_rest(_NOT_HERE),
             ]
@@ -126,26 +132,30 @@ class Router:
         self, request: web.Request, chat: dict[str, Any], body: bytes, may_prefill: bool
     ) -> web.StreamResponse:
         upstream, forwarding = request.app[_UPSTREAM], None
-        offer = await self._compute_prefill(upstream, body) if may_prefill else None
+        prompt = await self._chooser.look_up(body, request.path)
+        offer = await self._compute_prefill(upstream, body, prompt) if may_prefill else None
         try:
             if offer is not None:
                 request[FACTS]["prefill"] = "{}:{}".format(*offer.place)
                 body = _encode(chat | {"kv_offer": offer.offer})
             question = Question("POST", request.path, body, _ANSWER_SECONDS, self._probe_seconds)
             forwarding = Forwarding(upstream, self._decode, question, is_stream=bool(chat.get("stream")))
-            return await forwarding.run(request, self._decode.in_turn())
+            choice = self._chooser.choose(self._decode, prompt)
+            return await forwarding.run(request, choice.places, choice)
         finally:  # refused, nobody there, or the client has gone: blocks would wait for a reader until their deadline
             if offer is not None and not (forwarding and forwarding.has_taken_offer):
                 await _give_up(upstream, offer)
 
-    async def _compute_prefill(self, upstream: Upstream, body: bytes) -> Offer | None:
+    async def _compute_prefill(self, upstream: Upstream, body: bytes, prompt: PromptKnown | None) -> Offer | None:
         """What a prefill instance offers of this prompt, if it does in time."""
         question = Question("POST", _PREFILL, body, self._prefill_seconds)
-        for place in self._prefill.in_turn():
+        choice = self._chooser.choose(self._prefill, prompt)
+        for place in choice.places:
             if self._prefill.is_hung(place):  # and all that follow
                 return None
             try:
-                async with self._prefill.asked(upstream, place, question) as answer:
+                async with self._prefill.asked(upstream, place, question, choice.load_of(place)) as answer:
+                    choice.answered(place)
                     status, text = answer.response.status, await answer.body()
                     offer = _offer(place, json.loads(text)) if status == 200 else None
             except TimeoutError as error:  # no time is left for another

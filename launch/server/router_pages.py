@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from fastdeploy_cache.launch.server.answers import success
+from fastdeploy_cache.launch.server.choice import Chooser
 from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.upstream import Place, Upstream
 
@@ -23,9 +25,10 @@ _OTHER = "other"  # the path of all that there is not: clients could make up any
 class RouterPages:
     """Counts what is answered. For one event loop; a collector for `prometheus_client`."""
 
-    def __init__(self, instances: Mapping[str, Instances], upstream: web.AppKey[Upstream]) -> None:
-        """`instances` by their role; `upstream`: where the application has what asks them."""
-        self._instances, self._upstream = instances, upstream
+    def __init__(self, instances: Mapping[str, Instances], upstream: web.AppKey[Upstream], chooser: Chooser) -> None:
+        """`instances` by their role; `upstream`: where the application has what asks them; `chooser`: what orders
+        them."""
+        self._instances, self._upstream, self._chooser = instances, upstream, chooser
         self._num_open = 0
         self._num_answers: defaultdict[tuple[str, str], int] = defaultdict(int)  # path, status
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -71,7 +74,29 @@ class RouterPages:
         for role, place, is_hung in self._places():
             hung.add_metric((role, _url(place)), float(is_hung))
         yield from (answers, seconds, hung)
+        yield from self._routes()
         yield GaugeMetricFamily(f"{_PREFIX}open_requests", "Requests being answered", value=self._num_open)
+
+    def _routes(self) -> Iterator[Metric]:
+        """Where prompts went, and why."""
+        lookup, own = self._chooser.lookup, "instance_url"
+        routed = CounterMetricFamily(f"{_PREFIX}routed", "Prompts that were answered", labels=(own, "reason"))
+        for (place, reason), count in self._chooser.num_routed.items():
+            routed.add_metric((_url(place), reason), count)
+        load = GaugeMetricFamily(f"{_PREFIX}load_tokens", "How busy it is with them", labels=("role", own))
+        for role, place, _ in self._places():
+            load.add_metric((role, _url(place)), self._instances[role].load(place))
+        yield from (routed, load)
+        if lookup is None:
+            return
+        tokens = CounterMetricFamily(f"{_PREFIX}tokens", "Of prompts: all, and those cached", labels=(own, "kind"))
+        for (place, kind), count in self._chooser.num_tokens.items():
+            tokens.add_metric((_url(place), kind), count)
+        current = GaugeMetricFamily(f"{_PREFIX}events_current", "1 while it is known what is cached", labels=(own,))
+        for place in lookup.places():
+            state = lookup.state_of(place)
+            current.add_metric((_url(place),), float(state is not None and state.is_current))
+        yield from (tokens, current)
 
     async def _metrics(self, _: web.Request) -> web.StreamResponse:
         text = generate_latest(self._registry)
@@ -82,8 +107,12 @@ class RouterPages:
         healthy = await asyncio.gather(*(upstream.is_healthy(place) for _, place, _ in places))
         instances: dict[str, list[dict[str, Any]]] = {role: [] for role in self._instances}
         for (role, place, is_hung), is_healthy in zip(places, healthy, strict=True):
-            instances[role].append({"url": _url(place), "healthy": is_healthy, "hung": is_hung})
+            instances[role].append({"url": _url(place), "healthy": is_healthy, "hung": is_hung, **self._known(place)})
         return success({"role": "router", "open_requests": self._num_open - 1, **instances})
+
+    def _known(self, place: Place) -> dict[str, Any]:
+        state = self._chooser.lookup.state_of(place) if self._chooser.lookup is not None else None
+        return {"events": dataclasses.asdict(state)} if state is not None else {}
 
     def _places(self) -> Iterator[tuple[str, Place, bool]]:
         for role, instances in self._instances.items():

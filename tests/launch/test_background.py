@@ -197,6 +197,7 @@ def test_readiness_is_told_to_whoever_asked(tmp_path: Path, monkeypatch: pytest.
         (("--role", "decode"), "--role is not for a whole group: use --prefill N"),
         (("--metrics-port=9400",), "--metrics-port=9400 is not for a whole group: each member takes a free port"),
         (("--set", "peer.listen=tcp://127.0.0.1:5000"), "peer.listen=tcp://127.0.0.1:5000 is not for a whole group"),
+        (("--set", "events.endpoint=tcp://127.0.0.1:5557"), "events.endpoint=tcp://127.0.0.1:5557 is not for a whole"),
         (("--set=peer.name=one",), "--set=peer.name=one is not for a whole group: each member has its own"),
     ],
 )
@@ -213,13 +214,24 @@ def test_the_commands_of_a_group(tmp_path: Path) -> None:
     assert list(instances) == ["prefill-0", "decode-0", "decode-1"]
     assert instances["decode-1"][:5] == ["serve", "--role", "decode", "--ranks", "3"]
     assert instances["decode-1"][-2:] == ["--set", "num_gpu_blocks=7"]
-    router = plan.router({"prefill-0": "http://a:1", "decode-0": "http://a:2"})
+    router = plan.router({"prefill-0": "http://a:1", "decode-0": "http://a:2"}, RunFolder(tmp_path))
     assert router == [
         *(["route", "--host", "127.0.0.1", "--port", "81", "--prefill", "http://a:1", "--decode", "http://a:2"])
     ]
     assert at_known_ports(router, {"url": "http://a:9"})[-2:] == ["--port", "9"]
     facts = {"url": "http://a:9", "metrics": "http://a:8/metrics"}
     assert at_known_ports(["serve"], facts) == ["serve", "--port", "9", "--metrics-port", "8"]
+
+
+def test_a_group_whose_router_hears_events(tmp_path: Path) -> None:
+    """Each instance publishes at an address of its own, which the router is given; a path that is too long is said."""
+    plan, folder = GroupPlan(events=True), RunFolder(Path("/run/a"))
+    endpoint = f"ipc://{folder.group_folder}/decode-0.events"
+    assert f"events.endpoint={endpoint}" in plan.instances(folder)["decode-0"]
+    assert plan.router({"decode-0": "http://a:2"}, folder)[-2:] == ["--events", f"http://a:2,{endpoint}"]
+    assert "--events" in plan.words()
+    with pytest.raises(LaunchError, match="use a --run-dir with a shorter path"):
+        plan.instances(RunFolder(tmp_path / ("long" * 20)))
 
 
 def test_a_pid_file_counts_while_its_process_lives(tmp_path: Path) -> None:

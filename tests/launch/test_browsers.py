@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.launch.background.group_plan import GroupPlan
+from fastdeploy_cache.launch.background.run_folder import RunFolder
 from fastdeploy_cache.launch.server.http_server import HttpServer, answering
 from tests.rigs.http_rig import said, served
 
@@ -60,10 +62,10 @@ def test_a_name_that_is_none_is_refused_before_anything_starts() -> None:
         HttpServer("127.0.0.1", 0, allow_hosts=["a b"])
 
 
-def test_a_group_hands_on_its_names() -> None:
+def test_a_group_hands_on_its_names(tmp_path: Path) -> None:
     """To the router, to its instances, and to the supervisor in the background."""
     plan = GroupPlan(allow_hosts=("a", "b:1"))
     expected = ["--allow-host", "a", "--allow-host", "b:1"]
-    for words in (plan.words(), plan.router({})):
+    for words in (plan.words(), plan.router({}, RunFolder(tmp_path))):
         at = words.index("--allow-host")
         assert words[at : at + 4] == expected

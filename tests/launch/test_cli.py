@@ -148,6 +148,19 @@ def test_the_demo_holds_what_it_promises(tmp_path: Path) -> None:
     assert "What next?" in result.stdout
 
 
+@needs_model
+def test_the_demo_of_a_router_holds_what_it_promises(tmp_path: Path) -> None:
+    """Over two real instances more is found where prompts go by prefix, the answers are the same, and it is said why."""
+    path = tmp_path / "facts.json"
+    result = run("demo", "--router", "--new-tokens", "4", "--json", str(path), timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    facts = json.loads(path.read_text())
+    assert len(facts["checks"]) == 3 and all(facts["checks"].values())
+    assert [each["requests"] for each in facts["routers"].values()] == [45, 45]
+    assert set(facts["routers"]["by turns"]["reasons"]) == {"turn"}
+    assert "cached_tokens=" in result.stdout
+
+
 @pytest.mark.parametrize(("found", "words"), [("", "aiohttp is not installed"), ("3.14.3", "aiohttp is 3.14.3")])
 @pytest.mark.parametrize("command", [["serve"], ["route", "--decode", "http://127.0.0.1:1"]])
 def test_serving_without_its_library_is_one_line(command: list[str], found: str, words: str) -> None:

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
+from fastdeploy_cache.launch.server.choice import Chooser
 from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.limits import ClientCounts, Limits
 from fastdeploy_cache.launch.server.router import MAX_BODY_BYTES, Router
@@ -33,6 +34,7 @@ class Instance(ThreadingHTTPServer):
         self.is_given_up = threading.Event()
         self.deleted: list[str] = []
         self.num_probes = 0
+        self.may_go_on = threading.Event()
         self.is_hung = False  # its health does not answer either
 
     @property
@@ -76,6 +78,13 @@ def offers(handler: _Handler) -> None:
 
 def answers(handler: _Handler) -> None:
     handler.reply(200, {"by": handler.server.url})
+
+
+def answers_later(handler: _Handler) -> None:
+    """Once it may."""
+    handler.server.is_held.set()
+    assert handler.server.may_go_on.wait(SECONDS)
+    answers(handler)
 
 
 def refuses(handler: _Handler) -> None:
@@ -123,12 +132,13 @@ def routed(
     prefill_seconds: float = SECONDS,
     probe_seconds: float = 5.0,
     max_open_prefills: int = 32,
+    chooser: Chooser | None = None,
 ) -> Iterator[Routed]:
     """A router before these; a text is a URL that nobody listens at."""
     urls = [each if isinstance(each, str) else each.url for each in decode]
     instances = Instances([each.url for each in prefill]), Instances(urls)
     bounds: dict[str, Any] = {"probe_seconds": probe_seconds, "max_open_prefills": max_open_prefills}
-    router = Router(*instances, prefill_seconds, **bounds)
+    router = Router(*instances, prefill_seconds, chooser=chooser, **bounds)
     servers = [*prefill, *(each for each in decode if not isinstance(each, str))]
     with ExitStack() as stack:
         stack.enter_context(running(*servers))

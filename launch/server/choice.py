@@ -1,0 +1,104 @@
+"""Which instance gets a prompt: that where the least is left to do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastdeploy_cache.events import PrefixFound
+from fastdeploy_cache.launch.server.instances import Instances, Load
+from fastdeploy_cache.launch.server.prefix_lookup import PrefixLookup, PromptKnown
+from fastdeploy_cache.launch.server.upstream import Place
+
+ROUTE_HEADER = "X-Cache-Route"
+_NOTHING = PrefixFound()
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What work costs, in tokens that are computed.
+
+    Attributes:
+        loaded_token: a token that is cached below the GPU.
+        open_request: a request that is being answered, beside the prompt of one that has not said anything yet.
+    """
+
+    loaded_token: float = 0.1
+    open_request: float = 16.0
+
+    def of(self, prompt: PromptKnown, place: Place) -> float:
+        """What a prompt costs at an instance until its first token is computed."""
+        found = prompt.found.get(place, _NOTHING)
+        below = found.num_cpu_tokens + found.num_disk_tokens
+        return prompt.num_tokens - found.num_tokens + self.loaded_token * below
+
+
+class Chooser:
+    """Orders instances for prompts. For one event loop.
+
+    Attributes:
+        num_routed: answers that instances gave, by place and reason.
+        num_tokens: of the prompts that were looked up, by place: all of them, and those that were cached there.
+    """
+
+    def __init__(self, lookup: PrefixLookup | None = None, costs: Costs | None = None) -> None:
+        """`lookup` knows what instances have; where it is None, they take turns."""
+        self.lookup, self._costs = lookup, costs or Costs()
+        self.num_routed: Counter[tuple[Place, str]] = Counter()
+        self.num_tokens: Counter[tuple[Place, str]] = Counter()
+
+    async def look_up(self, body: bytes, path: str) -> PromptKnown | None:
+        """What is known of the prompts in a body."""
+        if self.lookup is None:
+            return None
+        return await asyncio.to_thread(self.lookup.look_up, body, path)  # others are answered meanwhile
+
+    def choose(self, instances: Instances, prompt: PromptKnown | None) -> Choice:
+        """Those of one role in the order in which they are asked. Who has hung lately is last."""
+        turn = instances.in_turn()
+        if prompt is None or not any(place in prompt.found for place in turn):
+            return Choice(self, turn, "turn" if self.lookup is None else "unknown", prompt, self._costs)
+        cost = {place: self._costs.of(prompt, place) + instances.load(place) for place in turn}
+        order = sorted(turn, key=lambda place: (instances.is_hung(place), cost[place]))
+        return Choice(self, order, _reason(order, cost, prompt), prompt, self._costs)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Instances in the order in which they are asked for a prompt, and why the first of them is the first."""
+
+    _chooser: Chooser
+    places: Sequence[Place]
+    reason: str
+    _prompt: PromptKnown | None
+    _costs: Costs
+
+    def load_of(self, place: Place) -> Load:
+        """How busy an instance is with it."""
+        computed = self._costs.of(self._prompt, place) if self._prompt is not None else 0.0
+        return Load(computed, self._costs.open_request)
+
+    def answered(self, place: Place) -> str:
+        """It is counted that this instance answers; returns why it was asked, for a header."""
+        reason = self.reason if place == self.places[0] else "next"
+        self._chooser.num_routed[place, reason] += 1
+        words = ["{}:{}".format(*place), f"reason={reason}"]
+        if self._prompt is not None and place in self._prompt.found:
+            num_cached = self._prompt.found[place].num_tokens
+            self._chooser.num_tokens[place, "prompt"] += self._prompt.num_tokens
+            self._chooser.num_tokens[place, "cached"] += num_cached
+            words += [f"prompt_tokens={self._prompt.num_tokens}", f"cached_tokens={num_cached}"]
+        return "; ".join(words)
+
+
+def _reason(order: Sequence[Place], cost: dict[Place, float], prompt: PromptKnown) -> str:
+    """Why the first of them is the first: docs/routers.md of the source has a table."""
+    first = order[0]
+    cached = {place: prompt.found.get(place, _NOTHING).num_tokens for place in order}
+    if any(cost[place] < cost[first] for place in order):
+        return "hung"  # a better one is, lately
+    if len(set(cost.values())) == 1:
+        return "turn"
+    return "prefix" if cached[first] == max(cached.values()) > min(cached.values()) else "load"
