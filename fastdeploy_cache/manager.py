@@ -10,6 +10,7 @@ from fastdeploy_cache.books.leaves.policy import EvictionPolicy
 from fastdeploy_cache.books.tokens import TokenIds
 from fastdeploy_cache.books.transfer import wait_done
 from fastdeploy_cache.callers.blocks import CallerBlocks
+from fastdeploy_cache.callers.sessions import Sessions
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import CacheError, RequestError
 from fastdeploy_cache.insight.control.control import Control
@@ -53,7 +54,7 @@ class PrefixCacheManager:
         peers: other instances: offer and receive.
         blocks: verbs for callers that keep their own requests.
         ranks: KV arrays and the processes that serve them.
-        life: pause, sleep, wake, changes of weights.
+        life: pause, sleep, wake, changes of weights. sessions: hints of agents.
         insight: what an operator looks at. control: what an operator does, and the socket for both.
         metrics: a collector for a Prometheus registry.
     """
@@ -104,7 +105,10 @@ class PrefixCacheManager:
 
     def _new_control(self, seen: Seen) -> Control:
         restart, check = self.ranks.restart, self.check_invariants
-        return Control(self.config, self._books, self.insight, seen, CacheLife(self.life), restart=restart, check=check)
+        rooms = self.config, self._books, self.insight, seen, CacheLife(self.life)
+        self.sessions = sessions = Sessions(self.config, self._books, self._movement, self)
+        sessions.pinning = control = Control(*rooms, sessions=sessions, restart=restart, check=check)
+        return control
 
     def _start(self, client: TransferClient, peer_client: PeerClient | None) -> None:
         client.start(self._movement.mover.on_result, self.ranks.on_kv_lost)
@@ -276,6 +280,8 @@ class PrefixCacheManager:
         """
         with self._books:
             self._requests.release(self._requests.active(request))
+        if request.session_id:
+            self.sessions.ended(request)
 
     def prefetch(self, request: Request, *, with_last_token: bool = False) -> Prefetch:
         """A request has been queued: fetch from storage, to the CPU tier, what no tier here has of it.

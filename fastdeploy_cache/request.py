@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 import struct
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ import numpy as np
 
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES
 from fastdeploy_cache.books.block_keys import BlockKeys
+from fastdeploy_cache.books.leaves.policy import SessionHint
 from fastdeploy_cache.books.tokens import PackedTokens, TokenIds, pack
 from fastdeploy_cache.errors import RequestError
 
@@ -54,9 +57,15 @@ class Request:
     or less to pack, an int32 array microseconds: pack once, keep the request.
     """
 
+    session_ended: bool
+    tool_call_pending: bool
+    tool_name: str
+    will_go_on: float | None
+    _session_hint: SessionHint | None
     __slots__ = (
         "_keep_seconds",
         "_priority",
+        "_session_hint",
         "counted",
         "images",
         "is_hinted",
@@ -68,8 +77,11 @@ class Request:
         "prompt",
         "request_id",
         "session_ended",
+        "session_id",
         "tool_call_pending",
+        "tool_name",
         "used",
+        "will_go_on",
     )
 
     def __init__(
@@ -82,6 +94,7 @@ class Request:
         match_inside_images: bool = False,
         priority: float | None = None,
         keep_seconds: float | None = None,
+        session_id: str = "",
     ) -> None:
         """Prefixes meet only where namespace, tokens and images are equal.
 
@@ -93,19 +106,20 @@ class Request:
             match_inside_images: let a match end inside an image; else it ends before the image.
             priority: 0 (evict first) to 100, for the eviction policy `priority`.
             keep_seconds: how long that priority lasts after release; for the policy `pin`, how long to pin.
+            session_id: names the conversation, or the run of an agent, within its namespace; see `cache.sessions`.
 
         Attributes that an engine may set until release, as hints to the policy `reuse`:
             session_ended: nobody will come back to this conversation.
             tool_call_pending: the next turn comes as soon as a tool has answered.
+            tool_name: which tool that is; with a `session_id` alone.
+            will_go_on: the chance, 0 to 1, that it goes on; anything else: nobody says.
 
         Raises:
             RequestError: an empty prompt, a token id out of range, no integers, an image outside the prompt.
         """
-        self._check_names(request_id, namespace)
-        self.request_id = request_id
-        self.namespace = namespace
-        self.counted = False  # set by the manager once the request is part of the hit rates
-        self.used = False  # likewise, once the eviction policy has heard of it
+        self._check_names(request_id, namespace, session_id)
+        self.request_id, self.namespace, self.session_id = request_id, namespace, session_id
+        self.counted = self.used = False  # whether it is part of the hit rates, and the eviction policy has heard of it
         self.prompt = pack(request_id, prompt_token_ids)  # never moved: what is appended goes to `output`
         self.output = bytearray()
         self.num_tokens = self.num_prompt_tokens = len(self.prompt) // TOKEN_BYTES  # the first grows with the output
@@ -116,10 +130,14 @@ class Request:
         self.is_hinted = priority is not None or keep_seconds is not None or type(self) is not Request
         self._priority = self._number("priority", priority, 100) if self.is_hinted else None
         self._keep_seconds = self._number("keep_seconds", keep_seconds, math.inf) if self.is_hinted else None
-        self.session_ended = False
-        self.tool_call_pending = False
+        self._hint_nothing()
         if self.images:
             self._check_images()
+
+    def _hint_nothing(self) -> None:
+        self.session_ended = self.tool_call_pending = False
+        self.tool_name, self.will_go_on = "", None
+        self._session_hint = None
 
     @classmethod
     def following(
@@ -134,8 +152,8 @@ class Request:
     ) -> Request:
         """The next turn of a conversation: the tokens of `previous`, prompt and output, and new ones behind them.
 
-        What was packed is not packed again. Namespace, images and `match_inside_images` are those of `previous`, which
-        stays as it is; `images` are further ones, behind them, by their offsets in the whole prompt.
+        What was packed is not packed again. Namespace, session, images and `match_inside_images` are those of
+        `previous`, which stays as it is; `images` are further ones, behind them, by their offsets in the whole prompt.
 
         Raises:
             RequestError: as `__init__` does.
@@ -148,6 +166,7 @@ class Request:
             match_inside_images=previous.match_inside_images,
             priority=priority,
             keep_seconds=keep_seconds,
+            session_id=previous.session_id,
         )
 
     @property
@@ -159,6 +178,24 @@ class Request:
     def keep_seconds(self) -> float | None:
         """See `__init__`."""
         return self._keep_seconds
+
+    @property
+    def session_hint(self) -> SessionHint | None:
+        """What it says of its session and of its future, in numbers; None: nothing."""
+        if self._session_hint is not None or not (self.session_id or self.will_go_on is not None):
+            return self._session_hint
+        name, tool, chance = self.session_id, self.tool_name, self.will_go_on
+        is_chance = not isinstance(chance, bool) and isinstance(chance, int | float) and 0 <= chance <= 1
+        return SessionHint(
+            session=session_number(self.namespace, name) if name else 0,
+            going=min(4, 1 + int(4 * chance)) if is_chance and chance is not None else 0,
+            tool=zlib.crc32(tool.encode(errors="replace")) if isinstance(tool, str) and tool else 0,
+            num_answer_tokens=self.num_tokens - self.num_prompt_tokens,
+        )
+
+    def take_session_hint(self, hint: SessionHint | None) -> None:
+        """Say what another request has said: for replays, which know no names."""
+        self._session_hint = hint
 
     def token_ids(self, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Its tokens [start, end), prompt and output: not to be written. What lies beyond its end is left out.
@@ -233,8 +270,8 @@ class Request:
         return not self.match_inside_images and any(image.offset < num_tokens < image.end for image in self.images)
 
     @staticmethod
-    def _check_names(request_id: str, namespace: str) -> None:
-        for name, text in (("request_id", request_id), ("namespace", namespace)):
+    def _check_names(request_id: str, namespace: str, session_id: str) -> None:
+        for name, text in (("request_id", request_id), ("namespace", namespace), ("session_id", session_id)):
             if not isinstance(text, str):
                 raise RequestError(f"{name} of request {request_id!r} is {text!r}; give text")
         try:
@@ -276,6 +313,12 @@ class Request:
                     f"in the prompt of {self.num_prompt_tokens} tokens, in order, and do not overlap"
                 )
             end = image.end
+
+
+def session_number(namespace: str, session_id: str) -> int:
+    """Names a session within its namespace, in 63 bits; never 0."""
+    name = len(namespace).to_bytes(8, "little") + f"{namespace}{session_id}".encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1 | 1
 
 
 def _as_list(request_id: str, images: Sequence[tuple[int, int, bytes | str]]) -> list[tuple[int, int, bytes | str]]:

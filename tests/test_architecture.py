@@ -43,6 +43,8 @@ HOMES = {
         "transfer_manager/storage/mooncake_admin.py",
         "transfer_manager/storage/valkey.py",
         "fastdeploy_cache/adapters/fastdeploy/config.py",
+        "fastdeploy_cache/adapters/vllm/kv_hints.py",
+        "fastdeploy_cache/policies/session_pauses.py",
         "fastdeploy_cache/books/block_keys.py",
         "fastdeploy_cache/books/block_sample.py",
         "fastdeploy_cache/books/checkpoint.py",

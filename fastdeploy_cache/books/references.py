@@ -9,11 +9,12 @@ from typing import Protocol
 
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES, root_hash
 from fastdeploy_cache.books.block_marks import MARK_BYTES, block_marks, with_extras
-from fastdeploy_cache.books.leaves.policy import Hints
+from fastdeploy_cache.books.leaves.policy import NO_SESSION, Hints
 from fastdeploy_cache.books.run import Run
 
-# bytes of the record; seconds; namespace; prompt tokens; blocks asked for; priority and seconds to keep; flags
-HEADER = struct.Struct("<IdQIIffB")
+# bytes of the record; seconds; namespace; prompt tokens; blocks asked for; priority and seconds to keep; flags; and a
+# `SessionHint`: session, going, tool, tokens of the answer
+HEADER = struct.Struct("<IdQIIffBQBII")
 HAS_PRIORITY, HAS_KEEP_SECONDS, SESSION_ENDED, TOOL_CALL_PENDING, FORGOTTEN = 1, 2, 4, 8, 16
 _MAX_WAITING = 4096  # records
 _FLUSH_RECORDS, _FLUSH_SECONDS = 32, 1.0
@@ -23,6 +24,8 @@ class User(Hints, Protocol):
     """What of a request is noted: see `Request`."""
 
     num_prompt_tokens: int
+    session_id: str
+    will_go_on: float | None
 
     @property
     def namespace(self) -> str: ...
@@ -51,8 +54,11 @@ class References:
         root = path[0].parent if path else None
         name = root.hashes if root is not None else root_hash(request.namespace, self._block_bytes // TOKEN_BYTES)
         now, number, num_bytes = self._clock(), int.from_bytes(name[:8]), HEADER.size + len(marks)
-        sizes = request.num_prompt_tokens, num_asked_blocks
-        self._add(HEADER.pack(num_bytes, now, number, *sizes, priority or 0.0, keep_seconds or 0.0, flags) + marks, now)
+        sizes, hint = (request.num_prompt_tokens, num_asked_blocks), NO_SESSION
+        if request.session_id or request.will_go_on is not None:
+            hint = request.session_hint or NO_SESSION
+        head = HEADER.pack(num_bytes, now, number, *sizes, priority or 0.0, keep_seconds or 0.0, flags, *hint)
+        self._add(head + marks, now)
 
     def _marks_of(self, run: Run) -> bytes:
         """The run keeps them: what many requests use is read once."""
@@ -69,7 +75,7 @@ class References:
     def note_forgotten(self) -> None:
         """Nothing that was used counts any more."""
         now = self._clock()
-        self._add(HEADER.pack(HEADER.size, now, 0, 0, 0, 0.0, 0.0, FORGOTTEN), now)
+        self._add(HEADER.pack(HEADER.size, now, 0, 0, 0, 0.0, 0.0, FORGOTTEN, *NO_SESSION), now)
 
     def take(self) -> bytes:
         """The records so far, one behind the other. Any thread."""

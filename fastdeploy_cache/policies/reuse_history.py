@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from fastdeploy_cache.policies.reuse_classes import ancestors_of
+
 SAMPLE_TOKENS = 1024  # of the cache for each observed block: blocks of one prompt mostly share their fate
 SAMPLE_BLOCKS = 512, 4096  # at least and at most
 HISTORY_FACTOR = 7  # observed blocks remembered for each that the cache holds: six of seven are of evicted ones
@@ -28,27 +30,10 @@ _PER_OCTAVE, NUM_AGES = 2, 56  # age buckets: two for each doubling, up to three
 _PRIOR_BLOCKS = 40.0  # how many observed blocks a class's parent counts for
 _HALF_LIFE = 16  # in lengths of the history
 _HALF_WIDTHS = 0.5 * np.diff(2.0 ** (np.arange(NUM_AGES + 1) / _PER_OCTAVE))
+_NO_COUNTS = (0.0,) * NUM_AGES
 _LATER = np.triu(np.ones((NUM_AGES + 1, NUM_AGES + 1)), 1)  # [age, horizon]: whether that is behind it
 
-NUM_USES, NUM_TURNS, NUM_GAPS, NUM_LENGTHS = 6, 5, 4, 4
-_END_PRIVATE = NUM_USES + NUM_TURNS * NUM_GAPS * NUM_LENGTHS
-ENDED_CLASS, PENDING_CLASS = _END_PRIVATE, _END_PRIVATE + 1  # by hints of the engine
-NUM_CLASSES = _END_PRIVATE + 2
-
 Array = np.ndarray[Any, np.dtype[np.float64]]
-
-
-def shared_class(num_uses: int) -> int:
-    """Blocks where prompts have parted behind: by uses 1, 2-3, 4-7, 8-15, 16-31, more."""
-    return min(NUM_USES - 1, max(1, num_uses).bit_length() - 1)
-
-
-def private_class(turn: int, gap: float, num_tokens: int) -> int:
-    """Blocks of one conversation: by turn 1, 2, 3-4, 5-8, more; by the last pause in milliseconds; by prompt length."""
-    turns = min(NUM_TURNS - 1, (turn - 1).bit_length())
-    gaps = max(0, min(NUM_GAPS - 1, (int(gap).bit_length() - 11) // 2)) if turn > 1 else 0  # to 4 s, 16 s, 66 s
-    lengths = min(NUM_LENGTHS - 1, (num_tokens >> 11).bit_length())  # below 2k, 4k, 8k
-    return NUM_USES + (turns * NUM_GAPS + gaps) * NUM_LENGTHS + lengths
 
 
 class Note(msgspec.Struct, gc=False, eq=False):
@@ -91,8 +76,9 @@ class ReuseHistory:
         self._notes: list[Note | None] = [None] * self.num_entries
         self._ends_request = bytearray(self.num_entries)
         self._num_slots = 0
-        self._ends, self._reuses = np.zeros((NUM_CLASSES, NUM_AGES)), np.zeros((NUM_CLASSES, NUM_AGES))
-        self._new_ends, self._new_reuses = (array("d", [0.0]) * (NUM_CLASSES * NUM_AGES) for _ in range(2))
+        self._rows: dict[int, int] = {}  # by class: its row in the four below, as they are met
+        self._ends, self._reuses = np.zeros((0, NUM_AGES)), np.zeros((0, NUM_AGES))
+        self._new_ends, self._new_reuses = array("d"), array("d")
         self._rebuild_every = max(512, self.num_entries // 4)
         self._keep = 0.5 ** (self._rebuild_every / (_HALF_LIFE * self.num_entries))
         self._num_observed = 0
@@ -151,7 +137,7 @@ class ReuseHistory:
         return False
 
     def _count_reuses(self, past: Note, age: float, num_blocks: int) -> None:
-        place = past.reuse_class * NUM_AGES + _bucket(age)
+        place = self._row(past.reuse_class) * NUM_AGES + _bucket(age)
         self._new_ends[place] += num_blocks
         self._new_reuses[place] += num_blocks
 
@@ -161,59 +147,84 @@ class ReuseHistory:
             self._num_slots += 1
             return self._num_slots - 1
         _, slot = (self._old or self._young).popitem(last=False)
-        self._new_ends[self._class[slot] * NUM_AGES + _bucket(now - self._when[slot])] += 1
+        self._new_ends[self._row(self._class[slot]) * NUM_AGES + _bucket(now - self._when[slot])] += 1
         return slot
+
+    def _row(self, reuse_class: int) -> int:
+        row = self._rows.get(reuse_class)
+        if row is None:
+            row = self._rows[reuse_class] = len(self._rows)
+            for new in (self._new_ends, self._new_reuses):
+                new.extend(_NO_COUNTS)
+        return row
 
     # -- from counts to scores
 
     def _rebuild(self, now: float) -> None:
         self._num_observed = 0
+        classes, inverse = np.unique(np.frombuffer(self._class, np.int16)[: self._num_slots], return_inverse=True)
+        rows = np.array([self._row(each) for each in classes.tolist()], np.int64)[inverse]
+        num_rows = len(self._rows)
+        self._ends, self._reuses = (_with_rows(total, num_rows) for total in (self._ends, self._reuses))
         for total, new in ((self._ends, self._new_ends), (self._reuses, self._new_reuses)):
             fresh = np.frombuffer(new)
             np.multiply(total, self._keep, out=total)
             np.add(total, fresh.reshape(total.shape), out=total)
             fresh[:] = 0
-        classes = np.frombuffer(self._class, np.int16)[: self._num_slots].astype(np.int64)
         ages = np.maximum(now - np.frombuffer(self._when)[: self._num_slots], 0)
         buckets = np.minimum((np.log2(1 + ages) * _PER_OCTAVE).astype(np.int64), NUM_AGES - 1)
-        alive = np.bincount(classes * NUM_AGES + buckets, minlength=NUM_CLASSES * NUM_AGES)
-        self.table = _Scores(_hazards(self._ends + alive.reshape(NUM_CLASSES, NUM_AGES), self._reuses))
+        alive = np.bincount(rows * NUM_AGES + buckets, minlength=num_rows * NUM_AGES)
+        ends = self._ends + alive.reshape(num_rows, NUM_AGES)
+        self.table = _Scores(_Hazards(ends, self._reuses.copy(), dict(self._rows)))
 
 
-def _hazards(ends: Array, reuses: Array) -> Array:
-    """[class, age]: the chance of a reuse within an age bucket, for a block that has reached it unused.
+def _with_rows(total: Array, num_rows: int) -> Array:
+    """With rows of zeros behind it, for classes that have been met since."""
+    return np.concatenate([total, np.zeros((num_rows - len(total), NUM_AGES))]) if len(total) < num_rows else total
+
+
+class _Hazards:
+    """The chances of a reuse within each age bucket, by class, for a block that has reached it unused.
 
     Kaplan-Meier over lives that ended by reuse, by falling out of the history, or have not ended; those count half in
-    their bucket. A class with few blocks leans on its parent (the same turn and gap; all shared blocks), that on all.
+    their bucket. A class with few blocks leans on its group, that on a larger one, and that on all (`ancestors_of`).
     """
-    at_risk = np.cumsum(ends[:, ::-1], 1)[:, ::-1] - 0.5 * (ends - reuses)
-    overall = reuses.sum(0) / np.maximum(at_risk.sum(0), 1e-9)
 
-    def smoothed(part_reuses: Array, part_risk: Array, parent: Array) -> Array:
-        return (part_reuses + _PRIOR_BLOCKS * parent) / (part_risk + _PRIOR_BLOCKS)
+    def __init__(self, ends: Array, reuses: Array, rows: Mapping[int, int]) -> None:
+        self._reuses, self._rows = reuses, rows
+        self._at_risk = np.cumsum(ends[:, ::-1], 1)[:, ::-1] - 0.5 * (ends - reuses)
+        self._overall: Array = reuses.sum(0) / np.maximum(self._at_risk.sum(0), 1e-9)
+        self._members: dict[int, list[int]] = {}  # rows, by group
+        for number, row in rows.items():
+            for group in ancestors_of(number):
+                self._members.setdefault(group, []).append(row)
 
-    def by_length(values: Array) -> Array:
-        return np.asarray(values[NUM_USES:_END_PRIVATE].reshape(-1, NUM_LENGTHS, NUM_AGES).sum(1))
+    def of(self, number: int) -> Array:
+        """Those of a class, which may be one that was never met."""
+        found, row = self._overall, self._rows.get(number)
+        for group in reversed(ancestors_of(number)):
+            if (rows := self._members.get(group)) is not None:
+                found = self._leaning(self._reuses[rows].sum(0), self._at_risk[rows].sum(0), found)
+        if row is not None:
+            found = self._leaning(self._reuses[row], self._at_risk[row], found)
+        return np.asarray(np.clip(found, 0, 0.9999))
 
-    parents = np.empty((NUM_CLASSES, NUM_AGES))
-    parents[:NUM_USES] = smoothed(reuses[:NUM_USES].sum(0), at_risk[:NUM_USES].sum(0), overall)
-    parents[_END_PRIVATE:] = overall
-    parents[NUM_USES:_END_PRIVATE] = np.repeat(smoothed(by_length(reuses), by_length(at_risk), overall), NUM_LENGTHS, 0)
-    hazards: Array = np.clip(smoothed(reuses, at_risk, parents), 0, 0.9999)
-    return hazards
+    @staticmethod
+    def _leaning(reuses: Array, at_risk: Array, parent: Array) -> Array:
+        return np.asarray((reuses + _PRIOR_BLOCKS * parent) / (at_risk + _PRIOR_BLOCKS))
 
 
 class _Scores(dict[int, list[float]]):
     """Scores by class and age: the best, over all horizons, of P(reused by then) / E[time held until then]; 0 behind
     the last horizon. A class's are computed when they are asked for, as most classes are never met."""
 
-    def __init__(self, hazards: Array) -> None:
+    def __init__(self, hazards: _Hazards) -> None:
         super().__init__()
         self._hazards = hazards
 
     def __missing__(self, reuse_class: int) -> list[float]:
         alive, held = np.ones(NUM_AGES + 1), np.zeros(NUM_AGES + 1)
-        np.cumprod(1 - self._hazards[reuse_class], out=alive[1:])
+        np.cumprod(1 - self._hazards.of(reuse_class), out=alive[1:])
         np.cumsum((alive[1:] + alive[:-1]) * _HALF_WIDTHS, out=held[1:])
         per_second = alive[:, None] - alive
         per_second *= _LATER

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from fastdeploy_cache.books.leaves.policy import NO_SESSION
 from fastdeploy_cache.books.references import HAS_KEEP_SECONDS, HAS_PRIORITY, SESSION_ENDED, TOOL_CALL_PENDING
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.config.insight import InsightConfig
@@ -61,6 +62,8 @@ class MiniCache:
         )
         request.session_ended = bool(flags & SESSION_ENDED)
         request.tool_call_pending = bool(flags & TOOL_CALL_PENDING)
+        if reference.hint != NO_SESSION:
+            request.take_session_hint(reference.hint)
         try:
             match = self._cache.match(request)
         except PromptTooLongError:

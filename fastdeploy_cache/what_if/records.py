@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from fastdeploy_cache.books.leaves.policy import NO_SESSION, SessionHint
 from fastdeploy_cache.books.references import FORGOTTEN, HEADER
+
+_NUM_OWN = 7  # fields of a header in front of the hint
 
 
 class Reference(NamedTuple):
@@ -19,6 +22,7 @@ class Reference(NamedTuple):
     keep_seconds: float
     flags: int
     marks: bytes
+    hint: SessionHint = NO_SESSION
 
     @property
     def is_reset(self) -> bool:
@@ -40,6 +44,7 @@ class Records:
             num_bytes, *fields = HEADER.unpack_from(rest, at)
             if len(rest) - at < num_bytes:
                 break
-            yield Reference._make([*fields, bytes(rest[at + HEADER.size : at + num_bytes])])
+            marks, hint = bytes(rest[at + HEADER.size : at + num_bytes]), SessionHint._make(fields[_NUM_OWN:])
+            yield Reference._make([*fields[:_NUM_OWN], marks, hint])
             at += num_bytes
         del rest[:at]

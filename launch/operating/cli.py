@@ -14,6 +14,7 @@ from fastdeploy_cache.launch.options import spread
 
 operating_app = typer.Typer()
 _RESTART = "restart-rank"
+_FREEING = {"release": "release-session", "supersede": "supersede", "demote": "demote"}  # hints, and their verbs
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache status --watch")
@@ -160,6 +161,44 @@ def policy(
     found = cache.look("policy") if name is None else cache.look("set-policy", name=name)
     known = ", ".join(found["known"])
     cache.show(found, lambda: f"{found['name']} (configured: {found['configured']}; known: {known})")
+
+
+@dataclass(frozen=True)
+class SessionHints:
+    """What a hint says beside the session."""
+
+    namespace: Annotated[str, typer.Option(help="In which its requests are.")] = ""
+    seconds: Annotated[float, typer.Option(min=0.001, max=604800, help="retain: for so long, from now on.")] = 600.0
+    keep_tokens: Annotated[int, typer.Option(min=0, help="supersede: so many in front stay.")] = 0
+    tier: Annotated[str, typer.Option(help="prefetch: to cpu or gpu.")] = "gpu"
+
+
+@operating_app.command(epilog="Example: fastdeploy-cache session prefetch task-17 --tier gpu")
+@spread
+def session(
+    cache: RunningCache,
+    hint: Annotated[str, typer.Argument(help="retain, release, supersede, demote or prefetch.")],
+    name: Annotated[str, typer.Argument(metavar="SESSION", help="The session_id of its requests.")],
+    how: SessionHints,
+) -> None:
+    """Say what will become of a session: keep it, let it go, move it down, or bring it back before it asks.
+
+    Exit status 0: done; 1: refused, or such a session is not known; 3: nobody listens there.
+    """
+    of = {"session": name, "namespace": how.namespace}
+    if hint == "retain":
+        kept = cache.look("retain", **of, seconds=how.seconds)
+        cache.show(kept, lambda: f"kept: {counted(kept['num_tokens'], 'token')}, for {duration(how.seconds)}")
+    elif hint == "prefetch":
+        found = cache.look("prefetch", **of, tier=how.tier)
+        there, coming = (counted(found[f"num_{each}_tokens"], "token") for each in ("gpu", "cpu"))
+        cache.show(found, lambda: f"on the GPU: {there}; in the CPU tier: {coming}; to {how.tier}")
+    elif hint in _FREEING:
+        more = {"num_tokens": how.keep_tokens} if hint == "supersede" else {}
+        found = cache.look(_FREEING[hint], **of, **more)
+        cache.show(found, lambda: f"{hint}: {counted(found['num_blocks'], 'block')}")
+    else:
+        raise typer.BadParameter(f"{hint!r}; use retain, release, supersede, demote or prefetch")
 
 
 @operating_app.command("what-if", epilog="Example: fastdeploy-cache what-if")

@@ -33,11 +33,13 @@ class Intake:
         sampling: Sampling | None = None,
         namespace: str = "",
         name: str = _NAME,
+        session_id: str = "",
+        will_go_on: float | None = None,
     ) -> Generation:
         """Queue a prompt. With an `offer` (`Send.offer` of another instance) its blocks are received first.
 
         Its blocks are found in its `namespace` alone. The cache knows it by its `name` and a number behind that.
-        Without `sampling` each token is the likeliest.
+        Without `sampling` each token is the likeliest. `session_id` and `will_go_on` are hints: see `Request`.
 
         Raises:
             RequestError: an empty prompt or an impossible token.
@@ -51,7 +53,8 @@ class Intake:
                 f"{len(prompt_token_ids)} prompt tokens and {max_new_tokens} new ones; together they must be at most "
                 f"{limit}, and at least one new"
             )
-        request = self._new_request(prompt_token_ids, namespace, name)
+        request = self._new_request(prompt_token_ids, namespace, name, session_id)
+        request.will_go_on = will_go_on
         if offer is not None:
             try:
                 self._cache.peers.check_offer(request, offer)
@@ -103,10 +106,14 @@ class Intake:
             return f"as the GPU pool has {num_blocks} blocks of {config.block_size} tokens"
         return "the model's context"
 
-    def _new_request(self, prompt_token_ids: np.ndarray[Any, Any], namespace: str, name: str) -> Request:
+    def _new_request(
+        self, prompt_token_ids: np.ndarray[Any, Any], namespace: str, name: str, session_id: str = ""
+    ) -> Request:
         self._line.check_open()
         request_id = f"{name}-{next(self._numbers)}"  # a name that came from outside may come twice
-        return Request(request_id=request_id, prompt_token_ids=prompt_token_ids, namespace=namespace)
+        return Request(
+            request_id=request_id, prompt_token_ids=prompt_token_ids, namespace=namespace, session_id=session_id
+        )
 
     def _enqueue(self, generation: Generation) -> Generation:
         if generation.offer is None:  # else its blocks need not be anywhere here

@@ -59,7 +59,8 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class _Asked(msgspec.Struct, kw_only=True):
     """What a chat and a completion have in common.
 
-    `cache_salt`: who uses another one, or none, shares no cached block with this request.
+    `cache_salt`: who uses another one, or none, shares no cached block with this request. `session_id`: names the
+    conversation, for the cache. `will_go_on`: the chance that it goes on.
     `kv_offer`: what /v1/prefill of another instance has answered for the same prompt.
     """
 
@@ -73,6 +74,8 @@ class _Asked(msgspec.Struct, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
+    session_id: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
+    will_go_on: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     kv_offer: bytes | None = None  # base64 in JSON
 
     @property

@@ -52,6 +52,8 @@ class ChatApi:
                         sampling=request.sampling,
                         namespace=request.namespace,
                         name=name,
+                        session_id=request.session_id or "",
+                        will_go_on=request.will_go_on,
                     )
                 )
                 await asyncio.sleep(0)  # others, again: where there is storage, each prompt is hashed

@@ -22,6 +22,7 @@ from fastdeploy_cache.launch.simulator.recorded_trace import read_recorded_trace
 from fastdeploy_cache.launch.simulator.replay import Replay, Replayed, StorePlan
 from fastdeploy_cache.launch.simulator.report import show
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceRequest, read_trace
+from fastdeploy_cache.launch.simulator.trace_hints import with_hints
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.transfer_manager.sizes import parse_size
 
@@ -41,7 +42,7 @@ def simulate(path: Path, options: SimulateOptions) -> None:
     check_target(options.plot_file)
     if options.plot_file is not None:
         check_plot(options.plot_file)
-    trace = _read(path, options)
+    trace = with_hints(_read(path, options), _split(options.hints), options.hint_seed)
     block_bytes, model = _model(options.config_file, trace)
     sizes = _tier_sizes(options, trace, block_bytes)
     if model is not None and any(storage for _, _, storage in sizes):
@@ -55,6 +56,7 @@ def simulate(path: Path, options: SimulateOptions) -> None:
         interrupt = error
     found = _findings(path, trace, results, clairvoyant) | {"interrupted": interrupt is not None}
     found["rows"] = [] if model is None else [str(row) for row in model.layout.rows]
+    found["hints"] = _split(options.hints)
     found |= {name: getattr(options, name) for name in ("write_policy", "storage_write_policy", "storage_admission")}
     if (speed := options.prefill_tokens_per_second) is not None:
         for row in found["results"]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastdeploy_cache import Match, PrefixCacheManager, Request, StorageConfig
+from fastdeploy_cache.books.leaves.policy import SessionHint
 from fastdeploy_cache.errors import CacheError, OutOfBlocksError, RecordingError
 from fastdeploy_cache.insight.flight.file import FlightRecording
 from fastdeploy_cache.insight.flight.records import STATUSES, TASK_KINDS, Flag, Record, RecordKind
@@ -233,6 +234,7 @@ class FlightReplay:
         self._poll(live)
         live.request.session_ended = bool(flags & Flag.SESSION_ENDED)
         live.request.tool_call_pending = bool(flags & Flag.TOOL_CALL_PENDING)
+        live.request.take_session_hint(SessionHint(*record["session_hint"]) if "session_hint" in record else None)
         stats, active = self.cache.stats(), live.active
         del self._live[record["number"]]
         self._num_held_tokens -= live.num_held_tokens

@@ -27,6 +27,10 @@ class SimulateOptions:
         default_factory=lambda: ["0"]
     )
     policy: Annotated[list[str], typer.Option(help="Eviction policies.")] = field(default_factory=lambda: ["lru"])
+    hints: Annotated[
+        list[str], typer.Option(help="What requests say: session; will_go_on; will_go_on:0.2, a fifth of it wrong.")
+    ] = field(default_factory=list)
+    hint_seed: Annotated[int, typer.Option(min=0, help="Of the draw of what is wrong.")] = 0
     write_policy: Annotated[str, typer.Option(help="What the CPU tier is given: see cpu_write_policy.")] = "write_back"
     storage_write_policy: Annotated[str, typer.Option(help="What the store is offered.")] = "write_through"
     storage_admission: Annotated[str, typer.Option(help="What it takes of that: second_use, or all.")] = "second_use"

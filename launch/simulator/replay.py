@@ -117,6 +117,7 @@ class Replay:
         if traced.num_tokens > num_blocks * size:
             tokens = np.append(tokens, np.int32(0))  # stands for the rest of the prompt; never committed
         request = Request(request_id=name, prompt_token_ids=tokens)
+        request.take_session_hint(traced.hint)
         try:
             match = self._match(request)
         except PromptTooLongError:

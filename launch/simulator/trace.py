@@ -1,7 +1,8 @@
 """Request traces: one JSON object per line, gzip-compressed or not.
 
 Fields, as in Mooncake's published traces: `timestamp` (milliseconds), `input_length` (tokens), `hash_ids` (an integer
-for each block of the prompt, naming it together with all before it). `output_length` and others are ignored.
+for each block of the prompt, naming it together with all before it). `session_id` and `output_length` are hints, and
+may be missing. Others are ignored.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from fastdeploy_cache.books.leaves.policy import SessionHint
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import LaunchError, reason_of
+from fastdeploy_cache.request import session_number
 
 Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -31,15 +34,19 @@ class _Line(msgspec.Struct):
     timestamp: float
     input_length: int
     hash_ids: list[int]
+    session_id: int | str | None = None
+    output_length: int = 0
 
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """`blocks` names the full blocks of a prompt of `num_tokens`; equal numbers, equal prefixes up to there."""
+    """`blocks` names the full blocks of a prompt of `num_tokens`; equal numbers, equal prefixes up to there. `hint`:
+    what is known of its session, and of its answer."""
 
     seconds: float
     num_tokens: int
     blocks: Int32Array
+    hint: SessionHint | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ def read_trace(path: Path, trace_block_size: int, block_size: int, skip_bad: boo
         num_unnamed += unnamed if unnamed >= trace_block_size else 0
         ids = np.array([numbers.setdefault(i, len(numbers)) for i in line.hash_ids], dtype=np.int64)
         blocks = _cut(ids, trace_block_size // block_size, line.input_length // block_size)
-        requests.append(TraceRequest(line.timestamp / 1000, line.input_length, blocks))
+        requests.append(TraceRequest(line.timestamp / 1000, line.input_length, blocks, _hint_of(line)))
     if not requests:
         raise TraceError(f"{path} has no requests ({num_skipped} bad lines)")
     if len(numbers) * (trace_block_size // block_size) >= 2**31:
@@ -96,6 +103,11 @@ def read_trace(path: Path, trace_block_size: int, block_size: int, skip_bad: boo
     for request in requests:
         seen[request.blocks] = True
     return Trace(requests, block_size, int(seen.sum()), num_ids, num_skipped, num_unnamed)
+
+
+def _hint_of(line: _Line) -> SessionHint:
+    session = session_number("", str(line.session_id)) if line.session_id is not None else 0
+    return SessionHint(session=session, going=0, tool=0, num_answer_tokens=max(0, line.output_length))
 
 
 def _cut(ids: np.ndarray[Any, np.dtype[np.int64]], parts: int, num_full: int) -> Int32Array:

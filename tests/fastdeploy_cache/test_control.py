@@ -29,7 +29,7 @@ from fastdeploy_cache.requests.explanation import Explanation, Miss
 from tests.rigs.command_line import CLI
 
 if TYPE_CHECKING:
-    from fastdeploy_cache.insight.control.messages import ActionVerbs, LookVerbs, TellVerbs
+    from fastdeploy_cache.insight.control.messages import ActionVerbs, HintVerbs, LookVerbs, TellVerbs
 
 KILLED = """
 import os, signal, sys
@@ -87,7 +87,8 @@ class Stub:
 
 
 def subject_of(stub: Stub) -> Subject:
-    return Subject(stub, cast("LookVerbs", stub), cast("TellVerbs", stub), cast("ActionVerbs", stub))
+    looks, tells, acts = cast("LookVerbs", stub), cast("TellVerbs", stub), cast("ActionVerbs", stub)
+    return Subject(stub, looks, tells, acts, cast("HintVerbs", stub))
 
 
 @pytest.fixture
@@ -137,41 +138,6 @@ def test_every_verb_gets_through_with_its_fields(stub: Stub, path: Path) -> None
         ("update-weights", 1, "v2"),
         ("resume", 30),
     ]
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (b'{"verb": "dance"}\n', "'dance'"),
-        (b"{}\n", "verb"),
-        (b'{"verb": "pause", "tiers": ["gpu"]}\n', "unknown field `tiers`"),
-        (b'{"verb": "sleep", "tiers": ["tpu"]}\n', "'tpu'"),
-        (b'{"verb": "sleep", "tiers": []}\n', "length >= 1"),
-        (b'{"verb": "pause", "timeout_seconds": 0}\n', "> 0"),
-        (b'{"verb": "pause", "timeout_seconds": 601}\n', "<= 600"),
-        (b'{"verb": "pause", "timeout_seconds": NaN}\n', "malformed"),
-        (b'{"verb": "update-weights", "weights_id": 5}\n', "`str"),
-        (b"nonsense\n", "malformed"),
-        (b'{"verb": "\xff"}\n', "UTF-8"),
-    ],
-)
-def test_what_it_does_not_know_is_refused(stub: Stub, path: Path, data: bytes, words: str) -> None:
-    """The answer says what is wrong and names the verbs and their fields; nothing is done, and it goes on."""
-    error = send(path, data)["error"]
-    assert words in error.replace("utf", "UTF")  # the words are those of a library
-    for known in ("pause", "resume", "(with tiers)", "wake", "clear", "weights_id", "top", "unpin", "timeout_seconds"):
-        assert known in error
-    assert not stub.calls
-    ask(path, "pause", 1)
-
-
-@pytest.mark.parametrize(
-    "data", [b" " * 4097, b'{"verb": "pause"}' + b" " * 4096 + b"\n", b'{"verb": "pause"}\n{"verb": "clear"}\n']
-)
-def test_more_than_one_line_of_bounded_size_is_refused(stub: Stub, path: Path, data: bytes) -> None:
-    """No more is read than that."""
-    assert "4096 bytes; send one" in send(path, data)["error"]
-    assert not stub.calls
 
 
 def test_who_does_not_finish_a_line_is_not_waited_for(stub: Stub, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,15 +13,8 @@ from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.errors import ConfigError, RequestError
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.policies.reuse import Reuse
-from fastdeploy_cache.policies.reuse_history import (
-    NUM_AGES,
-    NUM_CLASSES,
-    Note,
-    ReuseHistory,
-    private_class,
-    score_at,
-    shared_class,
-)
+from fastdeploy_cache.policies.reuse_classes import NUM_CLASSES, private_class, shared_class
+from fastdeploy_cache.policies.reuse_history import NUM_AGES, Note, ReuseHistory, score_at
 from tests.rigs.policy_cache import Cache
 
 
@@ -282,7 +275,11 @@ def _hit_rate_of_half_that_return(hint: str | None) -> float:
         cache.manager.match(request)
         cache.manager.allocate(request, 5)
         cache.manager.commit(request, 4)
-        if hint is not None and comes_back == (hint == "tool_call_pending"):
+        if hint == "will_go_on":
+            request.will_go_on = 0.9 if comes_back else 0.2
+        elif hint == "will_go_on, wrong":
+            request.will_go_on = 0.2 if comes_back else 0.9
+        elif hint is not None and comes_back == (hint == "tool_call_pending"):
             setattr(request, hint, True)
         cache.manager.release(request)
         if comes_back:
@@ -299,9 +296,10 @@ def untold() -> float:
     return _hit_rate_of_half_that_return(None)
 
 
-@pytest.mark.parametrize("hint", ["session_ended", "tool_call_pending"])
+@pytest.mark.parametrize("hint", ["session_ended", "tool_call_pending", "will_go_on", "will_go_on, wrong"])
 def test_hints_help(untold: float, hint: str) -> None:
-    """Half of the conversations return. Told which, reuse hits more than when it has to guess."""
+    """Half of the conversations return. Told which, reuse hits more than when it has to guess; also where the contrary
+    is said of all of them, since what comes of a hint is learned."""
     assert _hit_rate_of_half_that_return(hint) > untold + 0.1
 
 

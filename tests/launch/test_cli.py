@@ -150,7 +150,7 @@ def test_the_demo_holds_what_it_promises(tmp_path: Path) -> None:
 
 @needs_model
 def test_the_demo_of_a_router_holds_what_it_promises(tmp_path: Path) -> None:
-    """Over two real instances more is found where prompts go by prefix, the answers are the same, and it is said why."""
+    """Over two real instances more is found where prompts go by prefix, and answers are the same; it is said why."""
     path = tmp_path / "facts.json"
     result = run("demo", "--router", "--new-tokens", "4", "--json", str(path), timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr

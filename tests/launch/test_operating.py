@@ -140,6 +140,7 @@ def test_the_life_cycle_goes_over_the_socket_too(path: Path) -> None:
         (["unpin", "0123456789abcdef"], "there is no pin"),
         (["policy", "best"], "there is no eviction policy 'best'"),
         (["explain", "nobody"], "no request 'nobody' among the last"),
+        (["session", "demote", "nobody"], "session 'nobody' is not known in namespace ''"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(path: Path, words: list[str], part: str) -> None:
@@ -358,3 +359,20 @@ def test_the_server_of_a_checkouts_scripts_is_found(tmp_path: Path, monkeypatch:
             assert CliRunner().invoke(app, [*words, "--run-dir", "elsewhere"]).exit_code == 3
         monkeypatch.setenv("FASTDEPLOY_CACHE_RUN_DIR", "elsewhere")
         assert CliRunner().invoke(app, ["doctor"]).exit_code == 3
+
+
+@pytest.mark.processes
+def test_hints_of_a_session(tmp_path: Path) -> None:
+    """Kept, brought, moved down and let go, in that order; a hint that there is not is refused."""
+    path = tmp_path / "private" / "cache.sock"
+    with cache_program(path):
+        assert run(path, "session", "retain", "last", "--seconds", "60").stdout == "kept: 12 tokens, for 60 seconds\n"
+        said = run(path, "session", "prefetch", "last", "--tier", "cpu").stdout
+        assert said == "on the GPU: 12 tokens; in the CPU tier: 0 tokens; to cpu\n"
+        assert found(path, "session", "demote", "last") == {"num_blocks": 0}  # it is kept
+        name = found(path, "pins")[0]["name"]
+        assert run(path, "unpin", name).exit_code == 0
+        assert run(path, "session", "release", "last").stdout == "release: 1 block\n"
+        assert run(path, "session", "release", "last").exit_code == 1
+        done = run(path, "session", "sell", "last")
+        assert done.exit_code == 2 and "use retain, release, supersede, demote or prefetch" in done.output

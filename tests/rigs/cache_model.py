@@ -71,6 +71,7 @@ class CacheModel:
         self.committed: set[Prefix] = set()
         self.epoch = 0
         self.num_requests = 0
+        self.hint: Callable[[Request], object] = lambda request: None  # what each request says of its future
         self.num_loaded_tokens = 0
         self.steps_may_fail = False  # a test makes them fail
 
@@ -90,6 +91,7 @@ class CacheModel:
         request = Request(
             request_id=f"r{self.num_requests}", prompt_token_ids=tokens, namespace=namespace, images=images
         )
+        self.hint(request)
         try:
             match = self.cache.match(request)
         except PromptTooLongError:

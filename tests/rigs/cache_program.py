@@ -23,7 +23,8 @@ config = CacheConfig(
 with PrefixCacheManager(config) as cache:
     for number in range(4):
         tokens = [*range(8), *[100 + number] * 6]
-        request = Request(request_id=f"chat-{number}", prompt_token_ids=tokens)
+        session = "last" if number == 2 else ""
+        request = Request(request_id=f"chat-{number}", prompt_token_ids=tokens, session_id=session)
         match = cache.match(request)
         cache.allocate(request, cache.blocks_for(14) - len(match.block_ids))
         cache.commit(request, 14)

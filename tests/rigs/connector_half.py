@@ -60,6 +60,7 @@ class ConnectorHalf:
         self._num_groups, self._num_served = 1 + has_window, 0
         self._free = deque(range(1, NUM_BLOCKS))
         self.call: Callable[..., Any] = lambda verb, *given: verb(*given)
+        self.hints: Any = None  # of the requests from now on
 
     def serve(self, prompt: Sequence[int], output: Sequence[int]) -> int:
         """A request from its match to its end; returns the tokens that were loaded."""
@@ -68,7 +69,7 @@ class ConnectorHalf:
             request_id=str(self._num_served), prompt_token_ids=prompt, all_token_ids=list(prompt),
             num_tokens=len(prompt), num_prompt_tokens=len(prompt), num_computed_tokens=0, num_in_flight_tokens=0,
             prompt_embeds=None, resumable=False, mm_features=[], lora_request=None, cache_salt=None,
-            skip_reading_prefix_cache=False,
+            skip_reading_prefix_cache=False, kv_hints=self.hints,
         )  # fmt: skip
         num_loaded, _ = self.call(self.half.match, request, 0)
         num_blocks = -(-(len(prompt) + len(output)) // SIZE)

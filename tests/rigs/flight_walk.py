@@ -9,7 +9,7 @@ from typing import Any
 from fastdeploy_cache.insight.flight.file import read_recording
 from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
 from fastdeploy_cache.launch.simulator.replay_outcome import ReplayOutcome
-from fastdeploy_cache.request import Image
+from fastdeploy_cache.request import Image, Request
 from tests.rigs.cache_model import CacheModel, LiveRequest
 from tests.rigs.manual_clock import ManualClock
 
@@ -28,6 +28,8 @@ class FlightWalk:
         self._choose, self._is_inline, self._clock = random.Random(seed), is_inline, ManualClock(seed)
         self.model = CacheModel(block_size, num_gpu, num_cpu, clock=self._clock, **given)
         self.model.client.auto = is_inline
+        self._say = random.Random(seed + 1)
+        self.model.hint = self._hint
 
     def run(self, num_steps: int) -> None:
         """Go so many steps."""
@@ -63,6 +65,14 @@ class FlightWalk:
             model.client.auto = self._is_inline
         else:
             self._begin(action)
+
+    def _hint(self, request: Request) -> None:
+        """Some name a session, some say whether they go on."""
+        say = self._say
+        request.session_id = say.choice(("", "", "one", "two", "three"))
+        request.tool_name = say.choice(("", "grep"))
+        request.will_go_on = say.choice((None, None, 0.0, 0.4, 1.0))
+        request.session_ended, request.tool_call_pending = say.random() < 0.1, say.random() < 0.1
 
     def _begin(self, action: str) -> None:
         model, choose = self.model, self._choose

@@ -14,6 +14,7 @@ from fastdeploy_cache.adapters.vllm.checkpoint_storing import CheckpointStoring
 from fastdeploy_cache.adapters.vllm.counters import Counters
 from fastdeploy_cache.adapters.vllm.groups import GroupMap, Tables
 from fastdeploy_cache.adapters.vllm.kept_blocks import KeptBlocks
+from fastdeploy_cache.adapters.vllm.kv_hints import take_hints
 from fastdeploy_cache.adapters.vllm.loads import PromisedLoad, PromisedLoads
 from fastdeploy_cache.adapters.vllm.metrics_address import MetricsAddress
 from fastdeploy_cache.adapters.vllm.sequences import ExternalHit, Namer, Sequence, StepWork
@@ -276,6 +277,8 @@ class SchedulerHalf:
         if self._config.storage is not None:
             self.cache.end_prefetch(sequence.tokens)
         self._stores.finish(sequence, tables, self._num_computed(sequence))
+        if sequence.tokens.session_id:
+            self.cache.sessions.ended(sequence.tokens)
 
     def _num_computed(self, sequence: Sequence) -> int:
         """Tokens whose KV is complete: steps that still run do not count.
@@ -301,6 +304,7 @@ class SchedulerHalf:
         tokens = self._names.tokens_of(request)
         if tokens is None:
             return None
+        take_hints(getattr(request, "kv_hints", None), tokens, self.cache.sessions)  # 0.31 and before know none
         sequence = self._sequences[request.request_id] = Sequence(request, tokens, self.cache.blocks.generation)
         return sequence
 

@@ -12,6 +12,21 @@ Split = Callable[[Run, int], Run]
 Clock = Callable[[], float]
 
 
+class SessionHint(NamedTuple):
+    """What a request says of its session. Numbers stand for names; 0: nothing is said.
+
+    `going`: 1 to 4, the quarter in which the stated chance lies that it goes on.
+    """
+
+    session: int
+    going: int
+    tool: int
+    num_answer_tokens: int
+
+
+NO_SESSION = SessionHint(0, 0, 0, 0)
+
+
 class Hints(Protocol):
     """What of a request a policy may go by. See `Request`, which has all of it."""
 
@@ -22,6 +37,9 @@ class Hints(Protocol):
 
     session_ended: bool
     tool_call_pending: bool
+
+    @property
+    def session_hint(self) -> SessionHint | None: ...
 
 
 class Asked(NamedTuple):

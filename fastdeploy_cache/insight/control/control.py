@@ -15,7 +15,7 @@ from fastdeploy_cache.insight.insight import Insight
 from fastdeploy_cache.insight.seen import Seen
 
 if TYPE_CHECKING:
-    from fastdeploy_cache.insight.control.messages import LifeVerbs, Subject
+    from fastdeploy_cache.insight.control.messages import HintVerbs, LifeVerbs, Subject
     from fastdeploy_cache.insight.control.pins import Pins, PinView
     from fastdeploy_cache.insight.control.policy_change import PolicyView
     from fastdeploy_cache.insight.control.server import ControlServer
@@ -34,12 +34,15 @@ class Control:
         seen: Seen,
         life: LifeVerbs,
         *,
+        sessions: HintVerbs,
         restart: Callable[[int | None], list[int]],
         check: Callable[[], None],
     ) -> None:
-        """`restart`: see `RankAccess`. `check` raises `AssertionError` where the books do not add up."""
+        """`sessions`: what takes hints. `restart`: see `RankAccess`. `check` raises `AssertionError` where the books do
+        not add up."""
         self._config, self._books, self._insight, self._seen = config, books, insight, seen
         self._life, self._restart, self._check = life, restart, check
+        self._sessions = sessions
         self._server: ControlServer | None = None
         self._changing = threading.Lock()  # of the fields above and below; never held in a turn
         self._pins: Pins | None = None
@@ -87,7 +90,7 @@ class Control:
         """What a server answers with. `life`: who stops an engine with its cache; None: the cache alone is stopped."""
         from fastdeploy_cache.insight.control.messages import Subject
 
-        return Subject(life or self._life, self._insight, self._seen, self)
+        return Subject(life or self._life, self._insight, self._seen, self, self._sessions)
 
     # -- looks
 

@@ -74,6 +74,16 @@ class ActionVerbs(Protocol):
     def verify(self, *, checksums: bool = ...) -> Verified: ...
 
 
+class HintVerbs(Protocol):
+    """See `Sessions`."""
+
+    def retain(self, prefix: str | list[int], seconds: float, *, namespace: str = ...) -> Any: ...
+    def release_session(self, session_id: str, *, namespace: str = ...) -> int: ...
+    def supersede(self, prefix: str | list[int], num_tokens: int, *, namespace: str = ...) -> int: ...
+    def demote(self, prefix: str | list[int], *, namespace: str = ...) -> int: ...
+    def prefetch(self, prefix: str | list[int], *, namespace: str = ..., tier: Tier = ...) -> tuple[int, int, int]: ...
+
+
 @dataclass(frozen=True)
 class Subject:
     """What the verbs act on and look at."""
@@ -82,6 +92,7 @@ class Subject:
     insight: LookVerbs
     seen: TellVerbs
     control: ActionVerbs
+    sessions: HintVerbs
 
 
 class _Verb(msgspec.Struct, tag_field="verb", forbid_unknown_fields=True):
@@ -172,6 +183,60 @@ class _WriteFlight(_Verb, tag="write-flight"):
         return {"file": str(subject.insight.write_flight(self.file))}
 
 
+# -- hints
+
+
+class _Hint(_Verb, kw_only=True):
+    """A hint is of a `session`, or of a prefix by its `token_ids`."""
+
+    session: str | None = None
+    token_ids: Annotated[list[int], msgspec.Meta(min_length=1)] | None = None
+    namespace: str = ""
+
+    @property
+    def prefix(self) -> str | list[int]:
+        """What of these is given. Raises `ControlError`: both, or none."""
+        if (self.session is None) == (self.token_ids is None):
+            raise ControlError("give a session, or token_ids; one of them")
+        return self.session if self.session is not None else self.token_ids or []
+
+
+class _Retain(_Hint, tag="retain", kw_only=True):
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_PIN_SECONDS)]
+
+    def apply(self, subject: Subject) -> dict[str, Any]:
+        found = subject.sessions.retain(self.prefix, self.seconds, namespace=self.namespace)
+        return dataclasses.asdict(found)
+
+
+class _ReleaseSession(_Verb, tag="release-session", kw_only=True):
+    session: str
+    namespace: str = ""
+
+    def apply(self, subject: Subject) -> dict[str, Any]:
+        return {"num_blocks": subject.sessions.release_session(self.session, namespace=self.namespace)}
+
+
+class _Supersede(_Hint, tag="supersede", kw_only=True):
+    num_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    def apply(self, subject: Subject) -> dict[str, Any]:
+        return {"num_blocks": subject.sessions.supersede(self.prefix, self.num_tokens, namespace=self.namespace)}
+
+
+class _Demote(_Hint, tag="demote"):
+    def apply(self, subject: Subject) -> dict[str, Any]:
+        return {"num_blocks": subject.sessions.demote(self.prefix, namespace=self.namespace)}
+
+
+class _Prefetch(_Hint, tag="prefetch"):
+    tier: Tier = "gpu"
+
+    def apply(self, subject: Subject) -> dict[str, Any]:
+        found = subject.sessions.prefetch(self.prefix, namespace=self.namespace, tier=self.tier)
+        return dict(zip(("num_gpu_tokens", "num_cpu_tokens", "num_missing_tokens"), found, strict=True))
+
+
 # -- looks
 
 
@@ -256,9 +321,9 @@ def _explained(explanation: Explanation) -> dict[str, Any]:
 
 
 Verb = (
-    _Pause | _Resume | _Sleep | _Wake | _Clear | _UpdateWeights | _Pin | _Unpin | _SetPolicy
-    | _RestartRank | _Verify | _WriteFlight | _Status | _Top | _Tree | _Requests | _Ranks | _Pins | _Policy | _Explain
-    | _ExplainLast | _Examine | _WhatIf
+    _Pause | _Resume | _Sleep | _Wake | _Clear | _UpdateWeights | _Pin | _Unpin | _SetPolicy | _RestartRank | _Verify
+    | _WriteFlight | _Retain | _ReleaseSession | _Supersede | _Demote | _Prefetch | _Status | _Top | _Tree
+    | _Requests | _Ranks | _Pins | _Policy | _Explain | _ExplainLast | _Examine | _WhatIf
 )  # fmt: skip
 
 

@@ -159,7 +159,8 @@ class FlightRecorder:
         """See `RequestListener`."""
         request, pin, gpu, cpu = active.request, active.pin, self._gpu_evicted, self._cpu_evicted
         num_matched, num_gpu = active.num_matched_blocks, active.num_gpu_blocks
-        rest = self._end_of(active) if num_gpu != num_matched or self._has_rest else None
+        is_hinted = request.session_id or request.will_go_on is not None  # a later policy may go by it
+        rest = self._end_of(active) if is_hinted or num_gpu != num_matched or self._has_rest else None
         first, marks = request.num_prompt_tokens // self._block_size, b""  # what is in front was marked by its match
         if pin is not None:
             run, end, size = pin.run, active.num_committed_blocks, self._block_bytes
@@ -262,7 +263,7 @@ class FlightRecorder:
         request, num_gpu, trail = active.request, active.num_gpu_blocks, active.trail
         num_storage = active.num_storage_blocks(num_gpu, active.num_matched_blocks)
         loads = num_storage, active.num_copied_tokens, trail.load_seconds, active.phase is VOID, trail.has_failed_load
-        return *loads, request.session_ended, request.tool_call_pending
+        return *loads, request.session_ended, request.tool_call_pending, request.session_hint
 
     @staticmethod
     def _rest_of(request: Request) -> tuple[object, ...]:

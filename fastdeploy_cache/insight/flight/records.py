@@ -63,6 +63,7 @@ class Flag:
     FAILED_LOAD = 2
     SESSION_ENDED = 4
     TOOL_CALL_PENDING = 8
+    HAS_SESSION = 16  # a `SessionHint` follows
 
 
 # Behind the kind. `at` is in seconds, by the cache's clock; what has none happened at that of the record before.
@@ -105,6 +106,7 @@ _FIELDS: Final[dict[RecordKind, tuple[str, tuple[str, ...]]]] = {
 LAYOUTS: Final = {kind: struct.Struct(f"<B{form}") for kind, (form, _) in _FIELDS.items()}
 NAMES: Final = {kind: ("kind", *names) for kind, (_, names) in _FIELDS.items()}
 HINTS: Final = struct.Struct("<dd")  # priority and keep_seconds; not a number: none
+SESSION: Final = struct.Struct("<QBII")  # the fields of a `SessionHint`
 NUM_IMAGES: Final = struct.Struct("<H")
 IMAGE: Final = struct.Struct("<IIQ")  # offset, length, digest
 # of fields that name one of several
@@ -139,9 +141,14 @@ def _pack(note: tuple[Any, ...], digest: Digest) -> tuple[bytes, bytes]:
         return LAYOUTS[kind].pack(kind, *prompt, num_found, flags) + more, marks
     if kind is RecordKind.RELEASED:
         *counts, first, marks, rest = note
-        num_storage, num_copied, seconds, *bits = rest or (0, 0, 0.0)
-        flags = sum([1 << place for place, is_set in enumerate(bits) if is_set])
-        return LAYOUTS[kind].pack(*counts, num_storage, num_copied, seconds, first, len(marks) // 4, flags), marks
+        num_storage, num_copied, seconds, *bits, hint = rest or (0, 0, 0.0, None)
+        flags, more = sum([1 << place for place, is_set in enumerate(bits) if is_set]), b""
+        if hint is not None:
+            flags |= Flag.HAS_SESSION
+            session, tool = (digest(n.to_bytes(8, "little")) if n else 0 for n in (hint.session, hint.tool))
+            more = SESSION.pack(session, hint.going, tool & 0xFFFFFFFF, hint.num_answer_tokens)
+        sizes = num_storage, num_copied, seconds, first, len(marks) // 4
+        return LAYOUTS[kind].pack(*counts, *sizes, flags) + more, marks
     if kind is RecordKind.MARKED:
         *counts, marks = note
         return LAYOUTS[kind].pack(*counts, len(marks) // 4), marks
@@ -187,6 +194,9 @@ def unpack_one(data: bytes, at: int) -> tuple[Record, int]:
         record["kind"], at = kind, at + LAYOUTS[kind].size
         if kind in (RecordKind.MATCHED, RecordKind.LOOKED):
             at = _unpack_rest(record, data, at)
+        if kind is RecordKind.RELEASED and record["flags"] & Flag.HAS_SESSION:
+            record["session_hint"] = SESSION.unpack_from(data, at)
+            at += SESSION.size
     except struct.error as error:
         raise ValueError(f"a record is cut: {error}") from None
     return record, at

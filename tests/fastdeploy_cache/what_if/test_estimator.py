@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import CacheConfig
+from fastdeploy_cache.books.leaves.policy import SessionHint
 from fastdeploy_cache.books.references import HEADER
 from fastdeploy_cache.insight.what_if.setup import setup_for
 from fastdeploy_cache.launch.simulator.replay import Replay
@@ -120,7 +121,7 @@ def test_a_reset_empties_the_small_caches() -> None:
     estimator = Estimator(setup_for(config, 60.0))
     reference = reference_of(TraceRequest(0.0, 10 * SIZE + 1, np.arange(10, dtype=np.int32)))
     estimator.feed(reference)
-    estimator.feed(next(Records().feed(HEADER.pack(HEADER.size, 1.0, 0, 0, 0, 0.0, 0.0, 16))))
+    estimator.feed(next(Records().feed(HEADER.pack(HEADER.size, 1.0, 0, 0, 0, 0.0, 0.0, 16, 0, 0, 0, 0))))
     estimator.feed(reference)
     assert set(estimator.result().hit_tokens) == {0.0}
 
@@ -136,7 +137,7 @@ def test_what_nobody_has_used_before_is_counted() -> None:
         estimator.feed(reference_of(TraceRequest(0.0, len(path) * SIZE + 1, blocks)))
         seen += num_seen * SIZE
         assert estimator.result().seen_tokens == seen
-    estimator.feed(next(Records().feed(HEADER.pack(HEADER.size, 1.0, 0, 0, 0, 0.0, 0.0, 16))))
+    estimator.feed(next(Records().feed(HEADER.pack(HEADER.size, 1.0, 0, 0, 0, 0.0, 0.0, 16, 0, 0, 0, 0))))
     estimator.feed(reference_of(TraceRequest(1.0, 3 * SIZE + 1, np.array([1, 2, 3], np.int32))))
     assert estimator.result().seen_tokens == seen
 
@@ -162,8 +163,8 @@ def test_long_paths_are_hashed_in_pieces_alike() -> None:
 
 def test_records_are_read_wherever_the_stream_is_cut() -> None:
     """One byte at a time, or all at once: the same records."""
-    record = HEADER.pack(HEADER.size + 8, 1.5, 9, 100, 2, 3.0, 4.0, 3) + b"12345678"
+    record = HEADER.pack(HEADER.size + 8, 1.5, 9, 100, 2, 3.0, 4.0, 3, 5, 4, 6, 7) + b"12345678"
     together = list(Records().feed(record * 3))
     records = Records()
     one_by_one = [each for byte in record * 3 for each in records.feed(bytes([byte]))]
-    assert together == one_by_one == [Reference(1.5, 9, 100, 2, 3.0, 4.0, 3, b"12345678")] * 3
+    assert together == one_by_one == [Reference(1.5, 9, 100, 2, 3.0, 4.0, 3, b"12345678", SessionHint(5, 4, 6, 7))] * 3

@@ -244,7 +244,7 @@ def test_it_ends_with_its_engine_whatever_it_works_on() -> None:
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\n"
         "cache = PrefixCacheManager(CacheConfig(num_gpu_blocks=8, transfer_client='inline'))\n"
         "process = cache._seen.start_what_if()._process\n"
-        "os.write(process.stdin.fileno(), HEADER.pack(HEADER.size, 0.0, 0, 0, 0, 0.0, 0.0, 0))\n"
+        "os.write(process.stdin.fileno(), HEADER.pack(HEADER.size, 0.0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0))\n"
         "signal.sigwait({signal.SIGUSR1})\n"
         "print(process.pid, flush=True)\n"
         "sys.stdin.read()\n"

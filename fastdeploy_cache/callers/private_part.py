@@ -1,0 +1,51 @@
+"""What of a path nobody else has: from its end up to where another prompt has parted from it. Under the lock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fastdeploy_cache.books.evicting import evict_tail
+from fastdeploy_cache.books.path import num_gpu
+from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.run import CPU, GPU, Run
+from fastdeploy_cache.books.taps import Loss
+from fastdeploy_cache.books.transfer import segments_of
+
+
+def _private_runs(path: Sequence[Run], num_kept: int) -> Iterator[tuple[Run, int]]:
+    """The runs, last to first, with how many blocks of each are in front of block `num_kept` of the path."""
+    end = sum([run.num_blocks for run in path])
+    for run in reversed(path):
+        end -= run.num_blocks
+        if run.children or run.is_shared or end + run.num_blocks <= num_kept:
+            return
+        yield run, max(0, num_kept - end)
+
+
+def forget(tree: PrefixTree, path: Sequence[Run], num_kept: int) -> int:
+    """Free what of a path lies behind its first `num_kept` blocks, in all tiers, but for what requests and copies hold;
+    returns how many blocks. What goes of a run takes along what is behind it."""
+    num_gone = 0
+    for run, first in _private_runs(path, num_kept):
+        num_left, num_blocks = max(first, run.num_held), run.num_blocks
+        tree.residency.truncate(run, num_left, Loss.RESET)
+        num_gone += num_blocks - num_left
+        if num_left:
+            break
+    return num_gone
+
+
+def leave_gpu(tree: PrefixTree, path: Sequence[Run]) -> tuple[int, bool]:
+    """Free the GPU blocks of a path whose copies are in the CPU tier, from its end on; returns how many, and whether
+    more would go once copies that are on their way have come."""
+    num_gone = 0
+    for run, _ in _private_runs(path, 0):
+        if run.num_gpu_children:
+            break
+        num_on_gpu = run.num_gpu
+        loose = num_on_gpu - max(run.num_held, run.cpu_start if run.cpu and run.cpu_end >= num_on_gpu else num_on_gpu)
+        if loose > 0:
+            num_gone += evict_tail(tree.residency, run, GPU, loose)
+        if num_gpu([run], run.num_blocks):
+            return num_gone, bool(segments_of(run, CPU))
+    return num_gone, False

@@ -1,0 +1,215 @@
+"""What agents say of conversations: `cache.sessions`."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from typing import Literal, NamedTuple, Protocol
+
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.run import Run
+from fastdeploy_cache.books.tokens import PackedTokens, TokenIds, pack
+from fastdeploy_cache.callers.private_part import forget, leave_gpu
+from fastdeploy_cache.callers.remembered_sessions import RememberedSessions
+from fastdeploy_cache.config.cache import CacheConfig
+from fastdeploy_cache.errors import CacheError, RequestError
+from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.movement.block_mover import TaskEnded
+from fastdeploy_cache.movement.movement import Movement
+from fastdeploy_cache.request import Request
+from fastdeploy_cache.requests.match import Match, Prefetch
+
+logger = event_log(__name__)
+
+MAX_LEAVING = 256  # prefixes whose copies are on their way
+MAX_FETCHING = 64  # prefixes that are being fetched from storage
+Prefix = str | TokenIds  # the id of a session, or token ids
+
+
+class SessionVerbs(Protocol):
+    """The cache's verbs that this is made of: see `PrefixCacheManager`."""
+
+    def match(self, request: Request) -> Match: ...
+    def release(self, request: Request) -> None: ...
+    def prefetch(self, request: Request, *, with_last_token: bool = ...) -> Prefetch: ...
+    def end_prefetch(self, request: Request) -> None: ...
+
+
+class KeptPrefix(Protocol):
+    """See `PinView`."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def seconds_left(self) -> float: ...
+
+
+class Pinning(Protocol):
+    """See `Control.pin`."""
+
+    def pin(self, prefix: str | TokenIds, seconds: float, *, namespace: str = ...) -> KeptPrefix: ...
+
+
+class Brought(NamedTuple):
+    """What `prefetch` has found of a prefix, and has begun to bring: tokens."""
+
+    num_gpu_tokens: int
+    num_cpu_tokens: int
+    num_missing_tokens: int
+
+
+class Sessions:
+    """Hints that act at once. Each may name a session, whose last request is looked up, or give token ids. Any thread.
+
+    A hint that is wrong costs what it says: blocks that have to be computed again, or that were brought for nothing. It
+    never changes what a request reads.
+    """
+
+    def __init__(self, config: CacheConfig, books: Books, movement: Movement, verbs: SessionVerbs) -> None:
+        self._size, self._books, self._movement, self._verbs = config.block_size, books, movement, verbs
+        self._remembered = RememberedSessions()  # under the lock
+        self._leaving: deque[Request] = deque(maxlen=MAX_LEAVING)  # under the lock
+        self._fetching: deque[tuple[Request, Prefetch]] = deque()  # under the lock
+        self._numbers = itertools.count(1)
+        self.pinning: Pinning | None = None  # what `retain` pins with
+        books.listen(TaskEnded, self._on_task_ended)
+
+    def ended(self, request: Request) -> None:
+        """A request that names a session is over. A turn of its own."""
+        with self._books:
+            if request.session_ended:
+                self._remembered.forget(request.namespace, request.session_id)
+            else:
+                self._remembered.note(request)
+
+    # -- the hints
+
+    def retain(self, prefix: Prefix, seconds: float, *, namespace: str = "") -> KeptPrefix:
+        """Keep a prefix in its tiers for so many seconds: a pin, as `cache.control.pin` makes one, within its bounds.
+
+        Raises:
+            ControlError: nothing of it is cached, or too much is pinned.
+            RequestError: no token ids, or a session that is not known (any more).
+        """
+        asked = self._asked(prefix, namespace)
+        assert self.pinning is not None
+        tokens = asked.token_ids(0, asked.num_tokens)
+        return self.pinning.pin(tokens, seconds, namespace=namespace)
+
+    def release_session(self, session_id: str, *, namespace: str = "") -> int:
+        """Nobody comes back to it: free what only this session has used, in all tiers. Returns how many blocks.
+
+        What is in storage stays there. Raises `RequestError` as `retain`.
+        """
+        num_blocks = self.supersede(session_id, 0, namespace=namespace)
+        with self._books:
+            self._remembered.forget(namespace, session_id)
+        return num_blocks
+
+    def supersede(self, prefix: Prefix, num_tokens: int, *, namespace: str = "") -> int:
+        """An old branch is worth nothing: free what lies behind its first `num_tokens`, and nobody else has used, in
+        all tiers. Returns how many blocks. Raises `RequestError` as `retain`, and for a hybrid model."""
+        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 0:
+            raise RequestError(f"num_tokens is {num_tokens!r}; give how many tokens of the branch are still of use")
+        asked = self._asked(prefix, namespace)
+        with self._books:
+            self._books.check_uniform("sessions.supersede")
+            path, _ = self._find(asked)
+            num_blocks = forget(self._books.tree, path, -(-num_tokens // self._size))
+        logger.info("event=superseded blocks=%d", num_blocks)
+        return num_blocks
+
+    def demote(self, prefix: Prefix, *, namespace: str = "") -> int:
+        """Move what only this prefix has from the GPU to the CPU tier, now. Returns how many blocks have left the GPU;
+        those that have to be copied first leave it when they have been. Raises `RequestError` as `supersede`."""
+        asked = self._asked(prefix, namespace)
+        with self._books:
+            self._books.check_uniform("sessions.demote")
+            path, num_found = self._find(asked)
+            if path and num_found:
+                self._movement.copy_down.store(path)
+            num_gone, has_more = leave_gpu(self._books.tree, path)
+            if has_more:
+                self._leaving.append(asked)
+        return num_gone
+
+    def prefetch(self, prefix: Prefix, *, namespace: str = "", tier: Literal["cpu", "gpu"] = "gpu") -> Brought:
+        """Bring a prefix to a tier before it is asked for, such as when a tool is about to answer; returns at once.
+
+        With `gpu` it is loaded there, as a match would, and counts as used when all has come; with `cpu` what storage
+        has is fetched to the CPU tier. What others hold or need is not disturbed: without room nothing is brought.
+
+        Raises:
+            RequestError: as `retain`, or no such tier.
+            PromptTooLongError: it can never fit.
+        """
+        if tier not in ("cpu", "gpu"):
+            raise RequestError(f"prefetch to {tier!r}; use 'cpu' or 'gpu'")
+        asked = self._asked(prefix, namespace)
+        tokens = PackedTokens(asked.tokens + pack("behind", [0]))  # a match leaves the last token to compute
+        request = Request(
+            request_id=f"prefetch of a session {next(self._numbers)}",
+            prompt_token_ids=tokens,
+            namespace=namespace,
+            images=asked.images,
+        )
+        request.counted = request.used = True  # no request of anybody's: neither hit rates nor policies hear of it
+        found = self._verbs.prefetch(request)
+        if tier == "gpu":
+            self._load(request)
+        else:
+            self._note_fetching(request, found)
+        return Brought(found.num_gpu_tokens, found.num_cpu_tokens, max(0, found.num_missing_tokens - 1))
+
+    # -- how
+
+    def _asked(self, prefix: Prefix, namespace: str) -> Request:
+        """The request whose prefix it is. Raises `RequestError`."""
+        if not isinstance(prefix, str):
+            return Request(request_id="of a session", prompt_token_ids=prefix, namespace=namespace)
+        with self._books:
+            self._books.check_open()
+            found = self._remembered.find(namespace, prefix)
+        if found is None:
+            raise RequestError(
+                f"session {prefix!r} is not known in namespace {namespace!r}: no request of it has ended, or it is too "
+                "long ago; give its token ids"
+            )
+        return found
+
+    def _find(self, asked: Request) -> tuple[list[Run], int]:
+        keys, num_blocks = asked.keys(self._size), asked.num_tokens // self._size
+        return self._books.tree.find(asked.namespace, keys, num_blocks)
+
+    def _load(self, request: Request) -> None:
+        match = self._verbs.match(request)
+
+        def let_go() -> None:
+            try:
+                self._verbs.release(request)
+            except CacheError as error:  # the cache is closed, or was reset
+                logger.info("event=prefetch_not_released error=%r", error)
+
+        match.on_ready(let_go)
+
+    def _note_fetching(self, request: Request, found: Prefetch) -> None:
+        """Fetches end by themselves; what is known of them is given up when others follow."""
+        with self._books:
+            over = [each for each in self._fetching if each[1].ready]
+            if len(self._fetching) - len(over) >= MAX_FETCHING:
+                over.append(self._fetching[0])
+            for each in over:
+                self._fetching.remove(each)
+            self._fetching.append((request, found))
+        for ended, _ in over:
+            self._verbs.end_prefetch(ended)
+
+    def _on_task_ended(self, ended: TaskEnded) -> None:  # noqa: ARG002 (one of any kind)
+        """A copy has ended: what waits for one may leave the GPU."""
+        for _ in range(len(self._leaving)):
+            asked = self._leaving.popleft()
+            path, num_found = self._find(asked)
+            if path and num_found and leave_gpu(self._books.tree, path)[1]:
+                self._leaving.append(asked)
