@@ -120,8 +120,7 @@ class Request:
         self._check_names(request_id, namespace, session_id)
         self.request_id, self.namespace, self.session_id = request_id, namespace, session_id
         self.counted = self.used = False  # whether it is part of the hit rates, and the eviction policy has heard of it
-        self.prompt = pack(request_id, prompt_token_ids)  # never moved: what is appended goes to `output`
-        self.output = bytearray()
+        self.prompt, self.output = pack(request_id, prompt_token_ids), bytearray()  # the first is never moved
         self.num_tokens = self.num_prompt_tokens = len(self.prompt) // TOKEN_BYTES  # the first grows with the output
         if not self.num_prompt_tokens:
             raise RequestError(f"request {request_id!r} has an empty prompt; give it at least one token")
@@ -130,14 +129,10 @@ class Request:
         self.is_hinted = priority is not None or keep_seconds is not None or type(self) is not Request
         self._priority = self._number("priority", priority, 100) if self.is_hinted else None
         self._keep_seconds = self._number("keep_seconds", keep_seconds, math.inf) if self.is_hinted else None
-        self._hint_nothing()
+        self.session_ended = self.tool_call_pending = False
+        self.tool_name, self.will_go_on, self._session_hint = "", None, None
         if self.images:
             self._check_images()
-
-    def _hint_nothing(self) -> None:
-        self.session_ended = self.tool_call_pending = False
-        self.tool_name, self.will_go_on = "", None
-        self._session_hint = None
 
     @classmethod
     def following(

@@ -304,7 +304,8 @@ class SchedulerHalf:
         tokens = self._names.tokens_of(request)
         if tokens is None:
             return None
-        take_hints(getattr(request, "kv_hints", None), tokens, self.cache.sessions)  # 0.31 and before know none
+        if (hints := getattr(request, "kv_hints", None)) is not None:  # 0.31 and before know none
+            take_hints(hints, tokens, self.cache.sessions)
         sequence = self._sequences[request.request_id] = Sequence(request, tokens, self.cache.blocks.generation)
         return sequence
 
