@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from contextlib import suppress
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fastdeploy_cache.books.taps import Loss
+from fastdeploy_cache.callers.sessions import Sessions
 from fastdeploy_cache.config.cache import WRITE_POLICIES
+from fastdeploy_cache.errors import ControlError, PromptTooLongError
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.request import Image
 from tests.rigs.cache_model import CacheModel, LiveRequest
@@ -18,6 +22,15 @@ from tests.rigs.cache_model import CacheModel, LiveRequest
 TEXTS = [[(7 * i * i + text * (i // 9)) % 5 for i in range(60)] for text in range(4)]
 IMAGES = [Image(offset, length, name) for offset in (3, 5) for length in (1, 9) for name in (b"cat", b"dog")]
 ERRORS = (None, None, None, "rank died")
+
+Hint = Callable[[Sessions, list[int], str], object]
+HINTS: list[Hint] = [
+    lambda sessions, tokens, namespace: sessions.supersede(tokens, len(tokens) // 2, namespace=namespace),
+    lambda sessions, tokens, namespace: sessions.demote(tokens, namespace=namespace),
+    lambda sessions, tokens, namespace: sessions.prefetch(tokens, namespace=namespace),
+    lambda sessions, tokens, namespace: sessions.prefetch(tokens, namespace=namespace, tier="cpu"),
+    lambda sessions, tokens, namespace: sessions.retain(tokens, 5.0, namespace=namespace),
+]
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -94,6 +107,16 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(error=st.sampled_from(ERRORS), num_tasks=st.integers(1, 4))
     def land(self, error: str | None, num_tasks: int) -> None:
         self.model.land(error, num_tasks)
+
+    @rule(
+        hint=st.sampled_from(HINTS),
+        text=st.sampled_from(TEXTS),
+        length=st.integers(1, 48),
+        namespace=st.sampled_from(["", "", "lora"]),
+    )
+    def hint(self, hint: Hint, text: list[int], length: int, namespace: str) -> None:
+        with suppress(ControlError, PromptTooLongError):  # nothing to pin, or too much; it can never fit
+            hint(self.model.cache.sessions, text[:length], namespace)
 
     @rule(up=st.sampled_from([True, True, True, False]))
     def rank_up_or_down(self, up: bool) -> None:

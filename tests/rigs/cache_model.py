@@ -304,6 +304,8 @@ class CacheModel:
         for live in list(self.live):
             self.release(live)
         self.client.land_all()
+        for pin in self.cache.control.pins():
+            self.cache.control.unpin(pin.name)
         self.check()
         stats = self.cache.stats()
         gpu, failed = stats.gpu, {step: n for step, n in stats.num_failed_steps.items() if n}
