@@ -16,7 +16,7 @@ from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Matched
 from fastdeploy_cache.config.cache import CacheConfig
-from fastdeploy_cache.errors import PeerError
+from fastdeploy_cache.errors import PeerError, PeerRefusedError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.movement.movement import Movement
@@ -58,7 +58,7 @@ class LinkRoad:
         self.processes = LinkProcesses(client, movement.client)
         self._timeout_seconds = config.transfer.task_timeout_seconds  # of tasks that are answered at once
         self._stop_seconds = config.transfer.stop_timeout_seconds
-        self._books, self._metrics = books, metrics
+        self._books, self._metrics, self._speeds = books, metrics, movement.speeds
         self._outbox = Outbox(client, self.on_result, books.mishaps)
         books.add_outlet(self._outbox)
         books.listen(Matched, lambda matched: self.receives.forget(matched.request_id))
@@ -94,13 +94,30 @@ class LinkRoad:
         self.sends.begin(active, send)
         return send
 
-    def receive(self, request: Request, keys: BlockKeys, offer: Offer, check: Callable[[], None]) -> Receive:
-        """A turn of its own. Raises `OutOfBlocksError`, and what `check` raises under the lock."""
+    def receive(
+        self, request: Request, keys: BlockKeys, offer: Offer, check: Callable[[], None], *, is_lent: bool
+    ) -> Receive:
+        """A turn of its own. `is_lent`: all of it is there already, so that the time that it takes says something.
+
+        Raises `OutOfBlocksError`, what `check` raises under the lock, and `PeerRefusedError` for what is lent and is
+        computed sooner."""
         with self._books:
             check()
+            if is_lent:
+                self._check_worth(request, keys, offer.num_blocks)
             number, slot = self.offers.next_number(), self._slot(offer.source.name)
             mine = self.receives.begin(request, keys, offer, number, slot)
+            mine.is_lent = is_lent
         return mine.receive
+
+    def _check_worth(self, request: Request, keys: BlockKeys, num_offered: int) -> None:
+        """Raise `PeerRefusedError` where computing what is missing takes less time than receiving it."""
+        _, num_here = self._books.tree.find(request.namespace, keys, num_offered)
+        num_blocks = num_offered - num_here
+        if num_blocks and not self._speeds.is_worth_borrowing(num_blocks):
+            compute, borrow = (self._speeds.compute_seconds(num_blocks), self._speeds.borrow_seconds(num_blocks))
+            times = f"{borrow or 0.0:.3f} s to receive them and {compute or 0.0:.3f} s to compute them"
+            raise PeerRefusedError(f"{num_blocks} blocks that another instance lends: {times} are expected")
 
     def cancel_receive(self, request: Request) -> None:
         """What has come may be evicted, what has not need not come. A turn of its own."""
@@ -167,6 +184,9 @@ class LinkRoad:
                 self.sends.updated(result.task.task_id, is_lost=result.error is not None)
             elif kind is TaskKind.RECEIVE:
                 mine = self.receives.answered(result.task.task_id, why)
+                if mine.is_lent and why is None:
+                    per_rank = max(result.ranks, key=lambda rank: rank.num_bytes)
+                    self._speeds.peer.note(per_rank.num_bytes, max(rank.seconds for rank in result.ranks))
                 self._try_land(mine)
                 self._record(result, why, mine.source_name)
         finally:

@@ -17,7 +17,7 @@ from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.absent import NoRoad
 from fastdeploy_cache.peers.transfers import OTHERS, Receive, Send
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.requests.active_request import Committed
+from fastdeploy_cache.requests.active_request import ActiveRequest, Committed
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.transfer_manager.task import TaskKind
@@ -81,26 +81,40 @@ class Peers:
             RequestError: no full block, or it is offered already.
             UnknownRequestError: not matched, or released already.
         """
-        matcher = self._requests.matcher
         with self._books:
             road, active = self._road_for("offer", "decode"), self._requests.active(request)
-            num_blocks = road.num_offered(request)
-            if not num_blocks or request.request_id in road.sends:
-                behind = "" if self._books.rows is None else " behind which the prompt can be gone on with"
-                why = (
-                    f"has {request.num_tokens} tokens, and no full block{behind}"
-                    if not num_blocks
-                    else "is offered already"
-                )
-                raise RequestError(f"offer of request {request.request_id!r}, which {why}")
-            matcher.settle(active)
-            if active.is_detached or matcher.is_stale(active) or matcher.is_lost(active):
-                what = f"request {request.request_id!r} is older than a reset, or holds other blocks than are cached"
-                raise PeerError(f"{what}; release and match it again")
-            self._check_room(road, TaskKind.SEND)
-            send = road.offer(active, num_blocks)
-            self._requests.offered.add(active)
-            return send
+            return self._offer(road, active, road.num_offered(request))
+
+    def lend(self, request: Request) -> Send:
+        """Offer what the match of a request has found, and nothing that is yet to be computed; `release` it then.
+
+        The other instance gives the offer to `receive` with `is_lent`, for a request of the same tokens. What the match
+        is still loading is not offered: wait for the match first. Raises as `offer`.
+        """
+        with self._books:
+            road, active = self._road_for("lend", "decode"), self._requests.active(request)
+            self._requests.matcher.settle(active)
+            return self._offer(road, active, min(active.num_matched_blocks, road.num_offered(request)))
+
+    def _offer(self, road: Road, active: ActiveRequest, num_blocks: int) -> Send:
+        """The first blocks of a request. Under the lock."""
+        request, matcher = active.request, self._requests.matcher
+        if not num_blocks or request.request_id in road.sends:
+            behind = "" if self._books.rows is None else " behind which the prompt can be gone on with"
+            why = (
+                f"has {request.num_tokens} tokens, and no full block{behind}"
+                if not num_blocks
+                else "is offered already"
+            )
+            raise RequestError(f"offer of request {request.request_id!r}, which {why}")
+        matcher.settle(active)
+        if active.is_detached or matcher.is_stale(active) or matcher.is_lost(active):
+            what = f"request {request.request_id!r} is older than a reset, or holds other blocks than are cached"
+            raise PeerError(f"{what}; release and match it again")
+        self._check_room(road, TaskKind.SEND)
+        send = road.offer(active, num_blocks)
+        self._requests.offered.add(active)
+        return send
 
     def begin_step(self, request: Request, num_computed_tokens: int, step: int) -> None:
         """Say, before a step, that it computes the offered request's tokens up to `num_computed_tokens`.
@@ -150,16 +164,19 @@ class Peers:
 
     # -- the side that has not
 
-    def receive(self, request: Request, offer: bytes) -> Receive:
+    def receive(self, request: Request, offer: bytes, *, is_lent: bool = False) -> Receive:
         """Bring what another instance offers of the request's tokens to the GPU; returns at once.
 
         Call it when the request is queued, and `match` it once it is `done`: then what came is found. What is cached
         here is not sent. Without success nothing has changed, and the request is computed here, or given up. Room is
         taken at once. `cancel_receive` where no `match` follows.
 
+        `is_lent`: it was offered by `lend`, so that all of it is there. Under `load_policy` "auto" it is then refused
+        where computing it takes less time, as far as both have been seen.
+
         Raises:
             PeerRefusedError: an offer that is none, is for another prompt, or of an instance that does not fit this
-                one; or this instance only computes. Trying again will not help.
+                one; or this instance only computes; or computing it is faster. Trying again will not help.
             PeerError: not now: too many receives, ranks that are down, a cache that is paused.
             PromptTooLongError: it can never fit.
             OutOfBlocksError: no room now; the offer stays good until its own deadline.
@@ -170,7 +187,8 @@ class Peers:
             keys = request.keys(self._config.block_size)
             road = self._road_for("receive", "prefill")
             road.offers.check(request, keys.extras, opened)  # hashes the prompt: not under the lock
-            return road.receive(request, keys, opened, lambda: self._check_may_receive(road, request, opened))
+            check = functools.partial(self._check_may_receive, road, request, opened)
+            return road.receive(request, keys, opened, check, is_lent=is_lent)
         except PeerRefusedError:
             self._count_refused(opened.source.name)
             logger.warning("event=receive_refused request=%s peer=%s", request.request_id, opened.source.name)

@@ -46,6 +46,7 @@ class OpenReceive:
     checkpoint: Checkpoint | None = None
     loads: list[Transfer] = field(default_factory=list)  # that bring what is before them
     is_answered: bool = False
+    is_lent: bool = False  # all of it was there when it was asked for
     why: Why | None = None
     is_wanted: bool = True
 

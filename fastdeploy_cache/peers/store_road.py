@@ -259,8 +259,11 @@ class StoreRoad:
         self.sends.begin(active, send, self._peer.offer_timeout_seconds)
         return send
 
-    def receive(self, request: Request, keys: BlockKeys, offer: Offer, check: Callable[[], None]) -> Receive:  # noqa: ARG002 (see `LinkRoad`)
+    def receive(
+        self, request: Request, keys: BlockKeys, offer: Offer, check: Callable[[], None], *, is_lent: bool
+    ) -> Receive:
         """Turns of its own. Raises what `check` raises under the lock."""
+        del keys, is_lent  # a prefetch looks itself, and asks itself whether it is worth it
         with self._books:
             check()
         found = self._prefetches.begin(request)

@@ -62,6 +62,7 @@ class LoadOrCompute:
         self.cpu = Cost()  # of a rank, CPU tier to GPU
         self.storage = Cost()  # of a rank, storage to CPU tier
         self.lookup = Speed()  # look-ups in storage
+        self.peer = Cost()  # of a rank, what another instance lends
         self._block_bytes, self._block_size = block_bytes, block_size
         self._num_computed = 0  # prefixes that were not loaded
 
@@ -99,6 +100,14 @@ class LoadOrCompute:
         Now and then it loads all the same: what was slow once would else stay so for ever.
         """
         return self._decide(num_blocks if num_saved is None else num_saved, self.load_seconds(num_blocks))
+
+    def is_worth_borrowing(self, num_blocks: int) -> bool:
+        """The same for blocks that another instance has cached, and lends."""
+        return self._decide(num_blocks, self.borrow_seconds(num_blocks))
+
+    def borrow_seconds(self, num_blocks: int) -> float | None:
+        """What it takes to receive so many of these; None: not known yet."""
+        return self.peer.seconds(num_blocks * self._block_bytes)
 
     def is_worth_fetching(self, num_blocks: int, num_queued_blocks: int = 0) -> bool:
         """The same for storage, from where blocks go through the CPU tier, behind others that are on their way."""

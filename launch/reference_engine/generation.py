@@ -68,6 +68,7 @@ class Generation:
     num_offered_tokens: int = 0  # a prefill: so many are computed, for another instance, and none is sampled
     send: Send | None = None
     offer: bytes | None = None  # of another instance's blocks, that is still to be taken
+    is_lent: bool = False  # that one has cached all that it offers
     receive: Receive | None = None  # what comes of it, until the match
     receive_error: str | None = None  # why nothing has come
     _offered: threading.Event = field(default_factory=threading.Event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from fastdeploy_cache.errors import PeerRefusedError
 from fastdeploy_cache.launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
 from fastdeploy_cache.launch.reference_engine.sampling import Sampling
 from fastdeploy_cache.launch.reference_engine.waiting_line import WaitingLine
+
+logger = logging.getLogger(__name__)
 
 _NAME = "request"
 
@@ -33,10 +36,12 @@ class Intake:
         sampling: Sampling | None = None,
         namespace: str = "",
         name: str = _NAME,
+        is_lent: bool = False,
         session_id: str = "",
         will_go_on: float | None = None,
     ) -> Generation:
-        """Queue a prompt. With an `offer` (`Send.offer` of another instance) its blocks are received first.
+        """Queue a prompt. With an `offer` (`Send.offer` of another instance) its blocks are received first;
+        `is_lent`: of what that one has cached.
 
         Its blocks are found in its `namespace` alone. The cache knows it by its `name` and a number behind that.
         Without `sampling` each token is the likeliest. `session_id` and `will_go_on` are hints: see `Request`.
@@ -59,8 +64,12 @@ class Intake:
             try:
                 self._cache.peers.check_offer(request, offer)
             except PeerRefusedError as error:
-                raise GenerationRefusedError(f"kv_offer: {error}") from error
-        return self._enqueue(Generation(request, max_new_tokens, sampling or Sampling(), offer=offer))
+                if not is_lent:
+                    raise GenerationRefusedError(f"kv_offer: {error}") from error
+                logger.info("event=not_borrowed request=%s error=%r", request.request_id, str(error))
+                offer = None
+        sampling = sampling or Sampling()
+        return self._enqueue(Generation(request, max_new_tokens, sampling, offer=offer, is_lent=is_lent))
 
     def submit_prefill(
         self, prompt_token_ids: np.ndarray[Any, Any], max_new_tokens: int = 0, *, namespace: str = "", name: str = _NAME

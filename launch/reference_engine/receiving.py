@@ -88,7 +88,8 @@ class Receives:
         """Nothing changes where it cannot be now. Raises `OutOfBlocksError`: then the offer stays, too."""
         assert generation.offer is not None
         try:
-            receive = self._cache.peers.receive(generation.request, generation.offer)
+            is_lent = generation.is_lent
+            receive = self._cache.peers.receive(generation.request, generation.offer, is_lent=is_lent)
         except OutOfBlocksError:
             raise
         except CacheError as error:
@@ -105,6 +106,6 @@ class Receives:
         request, error, generation.receive_error = generation.request, generation.receive_error, None
         action = "recompute" if self._can_recompute else "fail"
         logger.warning("event=not_received request=%s action=%s error=%r", request.request_id, action, error)
-        if not self._can_recompute:
+        if not self._can_recompute and not generation.is_lent:  # what is lent saves time, and no more
             raise GenerationError(f"the blocks of another instance did not come: {error}")
         self._cache.prefetch(request)  # it was not, as the blocks were to come

@@ -48,6 +48,7 @@ ALLOWED = {
     "include_usage": "true or false",
     "session_id": "a text of 1 to 1024 characters",
     "will_go_on": "a number from 0 to 1",
+    "kv_is_lent": "true or false",
     "kv_offer": "what /v1/prefill has answered for the same prompt, as base64",
     "max_completion_tokens": "a whole number from 1 on",
     "max_tokens": "a whole number from 1 on",

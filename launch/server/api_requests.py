@@ -61,7 +61,7 @@ class _Asked(msgspec.Struct, kw_only=True):
 
     `cache_salt`: who uses another one, or none, shares no cached block with this request. `session_id`: names the
     conversation, for the cache. `will_go_on`: the chance that it goes on.
-    `kv_offer`: what /v1/prefill of another instance has answered for the same prompt.
+    `kv_offer`: what /v1/prefill of another instance has answered for the same prompt, or, where `kv_is_lent`, /v1/lend.
     """
 
     model: str | None = None
@@ -77,6 +77,7 @@ class _Asked(msgspec.Struct, kw_only=True):
     session_id: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
     will_go_on: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     kv_offer: bytes | None = None  # base64 in JSON
+    kv_is_lent: bool = False
 
     @property
     def stop_texts(self) -> list[str]:
@@ -164,7 +165,7 @@ class CompletionRequest(_Asked):
 
 
 ApiRequest = ChatRequest | CompletionRequest
-CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
+CHAT_PATH, COMPLETION_PATH, LEND_PATH = "/v1/chat/completions", "/v1/completions", "/v1/lend"
 KINDS: Mapping[str, type[ApiRequest]] = {CHAT_PATH: ChatRequest, COMPLETION_PATH: CompletionRequest}  # by path
 
 

@@ -52,6 +52,7 @@ class ChatApi:
                         sampling=request.sampling,
                         namespace=request.namespace,
                         name=name,
+                        is_lent=request.kv_is_lent,
                         session_id=request.session_id or "",
                         will_go_on=request.will_go_on,
                     )

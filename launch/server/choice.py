@@ -23,16 +23,36 @@ class Costs:
     Attributes:
         loaded_token: a token that is cached below the GPU.
         open_request: a request that is being answered, beside the prompt of one that has not said anything yet.
+        moved_token: a token that one instance has cached and lends to another one. None: they do not lend.
     """
 
     loaded_token: float = 0.1
     open_request: float = 16.0
+    moved_token: float | None = None
 
     def of(self, prompt: PromptKnown, place: Place) -> float:
         """What a prompt costs at an instance until its first token is computed."""
+        lender = self.lender_of(prompt, place)
+        return self._alone(prompt, place) if lender is None else self._borrowing(prompt, place, lender)
+
+    def lender_of(self, prompt: PromptKnown, place: Place) -> Place | None:
+        """The instance from which it should have what it lacks; None: computing that is cheaper, or nobody has it."""
+        others = [other for other in prompt.found if other != place]
+        if self.moved_token is None or not others:
+            return None
+        lender = max(others, key=lambda other: prompt.found[other].num_tokens)
+        return lender if self._borrowing(prompt, place, lender) < self._alone(prompt, place) else None
+
+    def _alone(self, prompt: PromptKnown, place: Place) -> float:
         found = prompt.found.get(place, _NOTHING)
         below = found.num_cpu_tokens + found.num_disk_tokens
         return prompt.num_tokens - found.num_tokens + self.loaded_token * below
+
+    def _borrowing(self, prompt: PromptKnown, place: Place, lender: Place) -> float:
+        """Asking the lender is like a request to it."""
+        num_more = prompt.found[lender].num_tokens - prompt.found.get(place, _NOTHING).num_tokens
+        moved = self.moved_token or 0.0
+        return self._alone(prompt, place) - num_more + moved * num_more + self.open_request
 
 
 class Chooser:
@@ -79,6 +99,11 @@ class Choice:
         """How busy an instance is with it."""
         computed = self._costs.of(self._prompt, place) if self._prompt is not None else 0.0
         return Load(computed, self._costs.open_request)
+
+    @property
+    def lender(self) -> Place | None:
+        """Who should lend the first of them what it lacks."""
+        return self._costs.lender_of(self._prompt, self.places[0]) if self._prompt is not None else None
 
     def answered(self, place: Place) -> str:
         """It is counted that this instance answers; returns why it was asked, for a header."""

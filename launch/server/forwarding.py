@@ -78,6 +78,8 @@ class Forwarding:
     async def _pass_on(self, request: web.Request, answer: WholeAnswer, load: Load, route: str | None) -> None:
         headers = answer.response.headers.copy()
         if route is not None:
+            if "lender" in request[FACTS]:
+                route += f"; lender={request[FACTS]['lender']}"
             headers[ROUTE_HEADER] = request[FACTS]["route"] = route
         for name in _OF_A_CONNECTION:
             headers.popall(name, None)

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from fastdeploy_cache import PrefixCacheManager
-from fastdeploy_cache.errors import LaunchError, RequestError
+from fastdeploy_cache.errors import LaunchError, PeerError, RequestError
 from fastdeploy_cache.insight.doctor.process_troubles import troubles_of
 from fastdeploy_cache.launch.reference_engine.generation import (
     Generation,
@@ -22,7 +22,14 @@ from fastdeploy_cache.launch.reference_engine.generation import (
 from fastdeploy_cache.launch.server.answer_forms import MODEL_NAME
 from fastdeploy_cache.launch.server.answers import error_of, failure, success
 from fastdeploy_cache.launch.server.api_fields import RefusedFieldError
-from fastdeploy_cache.launch.server.api_requests import CHAT_PATH, COMPLETION_PATH, KINDS, ApiRequest, decode_request
+from fastdeploy_cache.launch.server.api_requests import (
+    CHAT_PATH,
+    COMPLETION_PATH,
+    KINDS,
+    LEND_PATH,
+    ApiRequest,
+    decode_request,
+)
 from fastdeploy_cache.launch.server.chat import ChatApi
 from fastdeploy_cache.launch.server.http_server import answering, route_of_the_rest
 from fastdeploy_cache.launch.server.limits import connection_of, read_body
@@ -38,6 +45,7 @@ _NOT_SERVED = {  # by role and path
         for path in KINDS
     },
     ("decode", _PREFILL): "the role of this instance is decode: ask a prefill instance",
+    ("decode", LEND_PATH): "the role of this instance is decode: it only receives",
 }
 _NOT_HERE = {
     "GET": f"no page {{path}}; there are {CHAT_PATH}, {COMPLETION_PATH}, /v1/models, /health, /ready and /status",
@@ -70,6 +78,7 @@ class InstanceApp:
                 web.post(CHAT_PATH, self._ask),
                 web.post(COMPLETION_PATH, self._ask),
                 web.post(_PREFILL, self._prefill),
+                web.post(LEND_PATH, self._lend),
                 web.delete(_PREFILL + "/{offer_id:.*}", self._give_up),
                 route_of_the_rest(self._not_here),
             ]
@@ -107,6 +116,12 @@ class InstanceApp:
     async def _prefill(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, self._compute)
 
+    async def _lend(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, self._offer_cached)
+
+    async def _offer_cached(self, request: web.Request, asked: ApiRequest) -> web.StreamResponse:
+        return success(await self._api.prefills.lend(asked, request.remote or "", name=request[REQUEST_ID]))
+
     async def _serve(
         self, request: web.Request, serve: Callable[[web.Request, ApiRequest], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
@@ -123,14 +138,16 @@ class InstanceApp:
             return failure(400, "the body is nested too deeply")
         except RefusedFieldError as error:
             return _refused(request, error)
+        except PeerError as error:
+            return failure(503, str(error))
         except (LaunchError, RequestError, GenerationError, ValueError) as error:
             return failure(_status_of(error), str(error))
 
     def _check_served(self, path: str) -> None:
         config = self._cache.config
         refusal = _NOT_SERVED.get((config.role, path))
-        if path == _PREFILL and config.peer is None:
-            refusal = "this instance has no others: start it with --role prefill"
+        if path in (_PREFILL, LEND_PATH) and config.peer is None:
+            refusal = "this instance has no others: start it with --role prefill, or with --peers"
         if refusal is not None:
             raise LaunchError(refusal)
 

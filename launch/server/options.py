@@ -39,6 +39,9 @@ class ServeOptions:
     role: Annotated[
         str, typer.Option(help="prefill computes prompts for decode instances (see `route`); mixed does both alone.")
     ] = "mixed"
+    peers: Annotated[
+        bool, typer.Option("--peers", help="With --role mixed: lend what is cached to others, and take what they lend.")
+    ] = False
     on_receive_failure: Annotated[
         str, typer.Option(help="Where offered blocks do not come: recompute the prompt, or fail the request.")
     ] = "recompute"
@@ -82,6 +85,10 @@ class RouteOptions:
     loaded_token_cost: Annotated[
         float, typer.Option(min=0, max=1, help="Of a token cached below the GPU, where computing one costs 1.")
     ] = 0.1
+    moved_token_cost: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Of a token that one instance lends to another (`serve --peers`); else none."),
+    ] = None
     open_request_cost: Annotated[
         float, typer.Option(min=0, help="Of each request that an instance is answering, in tokens that are computed.")
     ] = 16.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -21,9 +22,12 @@ from fastdeploy_cache.launch.server.api_requests import ApiRequest
 from fastdeploy_cache.launch.server.arrivals import Arrivals
 from fastdeploy_cache.launch.server.limits import ClientCounts
 from fastdeploy_cache.peers.transfers import Send
+from fastdeploy_cache.request import Request
 
 _OFFER_TIMEOUT_SECONDS = 60.0  # for a prompt to be begun
 _STORED_TIMEOUT_SECONDS = 120.0  # for all of it to be in storage
+_LOAD_SECONDS = 2.0  # for what is lent, to the GPU
+_NOTHING: dict[str, Any] = {"offer": None, "offer_id": None, "num_blocks": 0}
 
 
 class Prefill(NamedTuple):
@@ -43,7 +47,7 @@ class Prefills:
         # half of them, so that one client leaves the others room; the router is one client, whomever it asks for
         self._open = ClientCounts(max(1, peer.max_transfers // 2) if peer is not None else 1)
         self._lock = threading.Lock()  # a send ends on the cache's thread
-        self._offered: dict[str, Generation] = {}  # by offer id, while their sends are open
+        self._offered: dict[str, Callable[[], object]] = {}  # by offer id, while their sends are open
 
     async def compute(self, request: ApiRequest, client: str = "", *, name: str = "request") -> Prefill:
         """Have the prompt computed for another instance; returns once its blocks can be asked for.
@@ -69,7 +73,7 @@ class Prefills:
 
     async def _compute(self, request: ApiRequest, name: str) -> Prefill:
         config = self._engine.cache.config
-        nothing = Prefill(None, {"offer": None, "offer_id": None, "num_blocks": 0})
+        nothing = Prefill(None, _NOTHING)
         if request.num_prompts > 1:  # an offer is of one prompt
             return nothing
         (prompt,) = await asyncio.to_thread(self._prompts_of, request)
@@ -84,14 +88,49 @@ class Prefills:
             send.on_done(arrivals.note)
             await arrivals.take(lambda seconds: _wait_stored(send, seconds), _STORED_TIMEOUT_SECONDS)
         offer = base64.b64encode(send.offer).decode()
-        answer = {"offer": offer, "offer_id": self._note_offered(generation, send), "num_blocks": send.num_blocks}
+        cancel = functools.partial(self._engine.intake.cancel, generation)
+        answer = {"offer": offer, "offer_id": self._note_offered(cancel, send), "num_blocks": send.num_blocks}
         return Prefill(generation, answer)
 
-    def _note_offered(self, generation: Generation, send: Send) -> str:
-        """Returns an id that nobody can guess: who knows it may give the offer up."""
+    async def lend(self, request: ApiRequest, client: str = "", *, name: str = "request") -> dict[str, Any]:
+        """Offer what is cached of a prompt; nothing is computed. It counts as one of the client's, as `compute` does.
+
+        Raises:
+            GenerationBusyError: that client has as many as it may.
+            CacheError: not now, or it can never fit.
+        """
+        if request.num_prompts > 1:
+            return _NOTHING
+        if not self._open.enter(client):
+            raise GenerationBusyError(f"{self._open.max_per_client} prompts of {client} are offered; ask again later")
+        with ExitStack() as stack:
+            stack.callback(self._open.leave, client)
+            (prompt,) = await asyncio.to_thread(self._prompts_of, request)
+            asked = Request(request_id=f"lent {name}", prompt_token_ids=prompt, namespace=request.namespace)
+            send = await asyncio.to_thread(self._lend, asked)
+            if send is None:
+                return _NOTHING
+            send.on_done(stack.pop_all().close)
+            cancel = functools.partial(self._engine.cache.peers.cancel_send, send)
+            offer = base64.b64encode(send.offer).decode()
+            return {"offer": offer, "offer_id": self._note_offered(cancel, send), "num_blocks": send.num_blocks}
+
+    def _lend(self, asked: Request) -> Send | None:
+        """Wait for what has to be loaded, and offer it; None where a block of it is not here."""
+        cache = self._engine.cache
+        asked.counted = asked.used = True  # nobody's request here: neither hit rates nor policies hear of it
+        match = cache.match(asked)
+        try:
+            match = match.wait(_LOAD_SECONDS)
+            return cache.peers.lend(asked) if match.num_tokens >= cache.config.block_size else None
+        finally:
+            cache.release(asked)
+
+    def _note_offered(self, cancel: Callable[[], object], send: Send) -> str:
+        """Returns an id that nobody can guess: who knows it may give the offer up, by `cancel`."""
         offer_id = secrets.token_urlsafe()
         with self._lock:
-            self._offered[offer_id] = generation
+            self._offered[offer_id] = cancel
 
         def forget() -> None:
             with self._lock:
@@ -101,12 +140,12 @@ class Prefills:
         return offer_id
 
     def cancel(self, offer_id: str) -> bool:
-        """Nobody will ask for what `compute` has answered under this id; False where it is read or given up already."""
+        """Nobody will ask for what was offered under this id; False where it is read or given up already."""
         with self._lock:
-            generation = self._offered.get(offer_id)
-        if generation is not None:
-            self._engine.intake.cancel(generation)
-        return generation is not None
+            cancel = self._offered.get(offer_id)
+        if cancel is not None:
+            cancel()
+        return cancel is not None
 
 
 def _wait_stored(send: Send, seconds: float) -> None:

@@ -45,7 +45,8 @@ def route(options: RouteOptions) -> None:
         signal.signal(number, lambda number, _: endings.put(number))
     host, prefill, decode = options.host, options.prefill or [], options.decode
     with ExitStack() as stack:
-        chooser = Chooser(_lookup(options, stack), Costs(options.loaded_token_cost, options.open_request_cost))
+        costs = Costs(options.loaded_token_cost, options.open_request_cost, options.moved_token_cost)
+        chooser = Chooser(_lookup(options, stack), costs)
         router = Router(
             Instances(prefill),
             Instances(decode),

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.server.answers import failure, success
-from fastdeploy_cache.launch.server.api_requests import CHAT_PATH, COMPLETION_PATH
+from fastdeploy_cache.launch.server.api_requests import CHAT_PATH, COMPLETION_PATH, LEND_PATH
 from fastdeploy_cache.launch.server.choice import Chooser
 from fastdeploy_cache.launch.server.forwarding import Forwarding, HungError
 from fastdeploy_cache.launch.server.http_server import answering, route_of_the_rest
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 600.0  # a whole answer comes in one piece
 _SHORT_SECONDS = 2.0
+_LEND_SECONDS = 3.0
 _PROBE_SECONDS = 5.0  # without a word of a decode instance
 MAX_BODY_BYTES = 3 * 2**20  # with an offer it is still no more than instances take
 MAX_OPEN_PREFILLS = 32  # of one client
@@ -108,7 +109,8 @@ class Router:
             chat = json.loads(await read_body(request))
             if not isinstance(chat, dict):
                 raise ValueError(f"{type(chat).__name__} instead of an object")
-            chat.pop("kv_offer", None)  # only our own: an offer says where to read memory
+            for field in ("kv_offer", "kv_is_lent"):  # only our own: an offer says where to read memory
+                chat.pop(field, None)
             body = _encode(chat)
         except LaunchError as error:
             return failure(400, str(error), ends=True)
@@ -134,17 +136,35 @@ class Router:
         upstream, forwarding = request.app[_UPSTREAM], None
         prompt = await self._chooser.look_up(body, request.path)
         offer = await self._compute_prefill(upstream, body, prompt) if may_prefill else None
+        choice = self._chooser.choose(self._decode, prompt)
+        is_lent = offer is None and choice.lender is not None
+        if is_lent and choice.lender is not None:
+            offer = await self._borrow(upstream, body, choice.lender)
         try:
             if offer is not None:
-                request[FACTS]["prefill"] = "{}:{}".format(*offer.place)
-                body = _encode(chat | {"kv_offer": offer.offer})
+                request[FACTS]["lender" if is_lent else "prefill"] = "{}:{}".format(*offer.place)
+                body = _encode(chat | {"kv_offer": offer.offer, **({"kv_is_lent": True} if is_lent else {})})
             question = Question("POST", request.path, body, _ANSWER_SECONDS, self._probe_seconds)
             forwarding = Forwarding(upstream, self._decode, question, is_stream=bool(chat.get("stream")))
-            choice = self._chooser.choose(self._decode, prompt)
             return await forwarding.run(request, choice.places, choice)
         finally:  # refused, nobody there, or the client has gone: blocks would wait for a reader until their deadline
             if offer is not None and not (forwarding and forwarding.has_taken_offer):
                 await _give_up(upstream, offer)
+
+    async def _borrow(self, upstream: Upstream, body: bytes, lender: Place) -> Offer | None:
+        """What an instance lends of this prompt, if it does soon; without that it is computed where it is answered."""
+        if self._decode.is_hung(lender):
+            return None
+        try:
+            async with self._decode.asked(upstream, lender, Question("POST", LEND_PATH, body, _LEND_SECONDS)) as answer:
+                text = await answer.body()
+                offer = _offer(lender, json.loads(text)) if answer.response.status == 200 else None
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            logger.warning("event=not_lent at=%s:%d error=%r", *lender, error)
+            return None
+        if offer is None:
+            logger.info("event=not_lent at=%s:%d answer=%r", *lender, text[:200])
+        return offer
 
     async def _compute_prefill(self, upstream: Upstream, body: bytes, prompt: PromptKnown | None) -> Offer | None:
         """What a prefill instance offers of this prompt, if it does in time."""

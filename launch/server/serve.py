@@ -54,7 +54,7 @@ def serve(options: ServeOptions) -> None:
     endings = _hear_signals()
     server, control = _listen(options, control_socket)
     try:
-        config = named(config, server.port) if options.role != "mixed" else config
+        config = named(config, server.port)
         tell_status(f"starting {counted(config.transfer.tp_size, 'rank')}")
         can_recompute = options.on_receive_failure == "recompute"
         with running_engine(files, config, recompute_not_received=can_recompute) as engine:

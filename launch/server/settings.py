@@ -39,7 +39,9 @@ def load_config(files: ModelFiles, options: ServeOptions) -> CacheConfig:
         given = [f"storage.folder={options.storage}", f"storage.weights_id={weights_id_of(files, layout)}", *given]
         given = ["storage.kind=file", "storage.admission=all", *given]
     if options.role != "mixed":
-        given = [f"role={options.role}", f"peer.weights_id={weights_id_of(files, layout)}", *given]
+        given = [f"role={options.role}", *given]
+    if options.peers or options.role != "mixed":
+        given = [f"peer.weights_id={weights_id_of(files, layout)}", *given]
     config = _load(layout, options.config, given)
     _check_secret(config)
     if is_hybrid and config.transfer.device != "cpu":

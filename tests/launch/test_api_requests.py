@@ -134,7 +134,7 @@ def test_what_changes_nothing_is_accepted(name: str) -> None:
         ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
         ({"max_token": 1}, "max_token", "did you mean 'max_tokens'?"),
         ({"top_k": 1}, "top_k", "did you mean 'top_p'?"),
-        ({"zzz": 1}, "zzz", "taken are cache_salt, kv_offer, "),
+        ({"zzz": 1}, "zzz", "taken are cache_salt, kv_is_lent, kv_offer, "),
         ({"session_id": ""}, "session_id", "session_id"),
         ({"will_go_on": 1.5}, "will_go_on", "a number from 0 to 1"),
         ({"temperature": 2.5}, "temperature", "a number from 0 to 2"),

@@ -102,16 +102,27 @@ class Instance:
         """The request ends here."""
         self.cache.release(self._requests.pop(name)[0])
 
+    def lend(self, name: str, tokens: Sequence[int]) -> bytes:
+        """What is cached of these tokens, after all of it has left the GPU where there is a CPU tier."""
+        assert self.cache.wait_for_transfers(SECONDS)
+        if self.cache.config.pool_sizes()[1]:
+            self.cache.blocks.evict(self.cache.config.pool_sizes()[0])
+        request = Request(request_id=name, prompt_token_ids=list(tokens))
+        self.cache.match(request).wait(SECONDS)
+        self.sends[name] = self.cache.peers.lend(request)
+        self.cache.release(request)
+        return self.sends[name].offer
+
     def wait_send(self, name: str, seconds: float = SECONDS) -> list[Any]:
         """Whether it succeeded, and the reason where not."""
         return [self.sends[name].wait(seconds), self.sends[name].reason, self.sends[name].error]
 
     # -- decode
 
-    def receive(self, name: str, tokens: Sequence[int], offer: bytes) -> int:
+    def receive(self, name: str, tokens: Sequence[int], offer: bytes, *, is_lent: bool = False) -> int:
         """Returns the blocks that are asked for."""
         request = Request(request_id=name, prompt_token_ids=list(tokens))
-        receive = self.cache.peers.receive(request, offer)
+        receive = self.cache.peers.receive(request, offer, is_lent=is_lent)
         self.receives[name] = receive, request
         return receive.num_blocks
 
