@@ -273,6 +273,18 @@ def bench_events(
     raise typer.Exit(0 if run(json, blocks) else 1)
 
 
+@bench_app.command("lending", epilog="Example: fastdeploy-cache bench lending --json lending.json")
+def bench_lending(
+    json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
+) -> None:
+    """A prompt that another instance has cached, borrowed beside computed. Status 1: a figure missed."""
+    check_installed()
+    check_library()
+    from fastdeploy_cache.launch.bench.lending_command import bench_lending as run
+
+    raise typer.Exit(0 if run(json) else 1)
+
+
 @engines_app.command(epilog="Example: fastdeploy-cache engines vllm --only-answers --json lane.json")
 def vllm(
     json: Annotated[Path | None, typer.Option(help="Also write the tables to this file; - is standard output.")] = None,

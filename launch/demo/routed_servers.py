@@ -6,7 +6,7 @@ import http.client
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from fastdeploy_cache.launch.background.program import END_SECONDS, START_SECOND
 from fastdeploy_cache.launch.background.run_folder import Slot
 from fastdeploy_cache.launch.server.api_requests import CHAT_PATH
 from fastdeploy_cache.launch.server.choice import ROUTE_HEADER
+from fastdeploy_cache.transfer_manager.peer.signature import make_secret
 
 NUM_INSTANCES = 2
 BY_PREFIX, BY_TURNS = "by prefix", "by turns"
@@ -51,42 +52,70 @@ class RoutedAnswer:
         return self.route.partition("reason=")[2].partition(";")[0]
 
 
-@contextmanager
-def routed_servers(log_folder: Path, say: Callable[[str], None]) -> Iterator[Mapping[str, str]]:
-    """Start them; the URL of each router. All have ended behind the block.
+class Servers:
+    """Servers that run until the block around `started` ends."""
 
-    Raises:
-        LaunchError: one of them cannot start.
-        KeyboardInterrupt: this process was asked to end.
-    """
-    with ExitStack() as stack:
-        asked = stack.enter_context(EndSignals())
-        sockets = PrivateDirectory()
-        stack.callback(sockets.remove)
-        programs = list[Program]()
-        stack.callback(_end, programs)
+    def __init__(self, log_folder: Path, say: Callable[[str], None], sockets: Path, asked: EndSignals) -> None:
+        self._log_folder, self._say, self._sockets, self._asked = log_folder, say, sockets, asked
+        self.programs: list[Program] = []
 
-        def start(name: str, words: list[str]) -> Program:
-            programs.append(Program(Slot(name, sockets.path, log_folder), words, sockets.path, dies_with_us=True))
-            return programs[-1]
+    def instances(self, num_instances: int) -> list[tuple[str, str]]:
+        """Start so many that publish events, and lend to each other. The URL of each, and where it publishes.
 
-        endpoints = [f"ipc://{sockets.path / f'events-{number}'}" for number in range(NUM_INSTANCES)]
-        words = ["serve", "--port", "0", "--metrics-port", "0", "--set"]
-        started = [
-            start(f"instance-{number}", [*words, f"events.endpoint={endpoint}"])
+        Raises:
+            LaunchError: one of them cannot start.
+            KeyboardInterrupt: this process was asked to end.
+        """
+        secret, words = self._sockets / "secret", ["serve", "--port", "0", "--metrics-port", "0", "--peers"]
+        make_secret(secret)
+        endpoints = [f"ipc://{self._sockets / f'events-{number}'}" for number in range(num_instances)]
+        given = ["--set", f"peer.secret_file={secret}", "--set"]
+        programs = [
+            self._start(f"instance-{number}", [*words, *given, f"events.endpoint={endpoint}"])
             for number, endpoint in enumerate(endpoints)
         ]
-        urls = [program.wait_ready(START_SECONDS, asked, say)["url"] for program in started]
-        words = ["route", "--port", "0", *(word for url in urls for word in ("--decode", url))]
-        events = [word for pair in zip(urls, endpoints, strict=True) for word in ("--events", ",".join(pair))]
-        routers = {BY_TURNS: start("by-turns", words), BY_PREFIX: start("by-prefix", [*words, *events])}
-        found = {name: each.wait_ready(START_SECONDS, asked, say)["url"] for name, each in routers.items()}
+        return [(self._url_of(program), endpoint) for program, endpoint in zip(programs, endpoints, strict=True)]
+
+    def router(self, name: str, urls: Iterable[str], words: Iterable[str] = ()) -> str:
+        """Start a router before these; its URL. Raises as `instances`."""
+        decode = [word for url in urls for word in ("--decode", url)]
+        return self._url_of(self._start(name, ["route", "--port", "0", *decode, *words]))
+
+    def _start(self, name: str, words: list[str]) -> Program:
+        slot = Slot(name, self._sockets, self._log_folder)
+        self.programs.append(Program(slot, words, self._sockets, dies_with_us=True))
+        return self.programs[-1]
+
+    def _url_of(self, program: Program) -> str:
+        return program.wait_ready(START_SECONDS, self._asked, self._say)["url"]
+
+
+@contextmanager
+def started(log_folder: Path, say: Callable[[str], None]) -> Iterator[Servers]:
+    """Start servers in the block. Raises `LaunchError` where one of them had to be killed in the end."""
+    with ExitStack() as stack:
+        asked, sockets = stack.enter_context(EndSignals()), PrivateDirectory()
+        stack.callback(sockets.remove)
+        servers = Servers(log_folder, say, sockets.path, asked)
+        stack.callback(_end, servers.programs)
+        yield servers
+
+
+@contextmanager
+def routed_servers(log_folder: Path, say: Callable[[str], None]) -> Iterator[Mapping[str, str]]:
+    """Start them; the URL of each router. All have ended behind the block. Raises as `Servers.instances`."""
+    with started(log_folder, say) as servers:
+        made = servers.instances(NUM_INSTANCES)
+        urls = [url for url, _ in made]
+        events = [word for pair in made for word in ("--events", ",".join(pair))]
+        found = {BY_TURNS: servers.router("by-turns", urls)}
+        found[BY_PREFIX] = servers.router("by-prefix", urls, [*events, "--moved-token-cost", "0.05"])
         _wait_known(found[BY_PREFIX])
         yield found
 
 
-def ask(router_url: str, messages: list[dict[str, str]], *, salt: str, max_new_tokens: int) -> RoutedAnswer:
-    """One chat, as a stream. `salt`: who has another one shares no cached block with it.
+def ask(url: str, messages: list[dict[str, str]], *, salt: str, max_new_tokens: int, **fields: object) -> RoutedAnswer:
+    """One chat, as a stream, to a router or an instance. `salt`: who has another one shares no cached block with it.
 
     Raises:
         LaunchError: it is not answered, or not to its end.
@@ -97,9 +126,10 @@ def ask(router_url: str, messages: list[dict[str, str]], *, salt: str, max_new_t
         "cache_salt": salt,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **fields,
     }
     begun, first, said, usage = time.monotonic(), 0.0, list[str](), dict[str, Any]()
-    connection = http.client.HTTPConnection(router_url.removeprefix("http://"), timeout=_ANSWER_SECONDS)
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=_ANSWER_SECONDS)
     try:
         connection.request("POST", CHAT_PATH, json.dumps(chat))
         response = connection.getresponse()

@@ -13,9 +13,8 @@ import pytest
 
 from fastdeploy_cache.launch.server.chat import ChatApi
 from fastdeploy_cache.launch.server.instance_app import InstanceApp
-from tests.launch.test_requests_apart import Numbers
 from tests.rigs.http_rig import served
-from tests.rigs.integer_instance import PROMPT, SECONDS, Instance, instances
+from tests.rigs.integer_instance import PROMPT, SECONDS, Instance, Numbers, instances
 
 pytestmark = pytest.mark.processes
 COMPLETION, LEND, PREFILL = "/v1/completions", "/v1/lend", "/v1/prefill"

@@ -11,19 +11,16 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-import numpy as np
 import pytest
 
 from fastdeploy_cache.ipc.log_lines import JsonLines
-from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.server.answer_forms import MODEL_NAME
 from fastdeploy_cache.launch.server.chat import ChatApi
 from fastdeploy_cache.launch.server.instance_app import InstanceApp
 from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.router import Router
-from tests.rigs.echo_engine import VOCABULARY
 from tests.rigs.http_rig import served
-from tests.rigs.integer_instance import PROMPT, SECONDS, Instance, instances, prefill
+from tests.rigs.integer_instance import PROMPT, SECONDS, Instance, Numbers, instances, prefill
 
 pytestmark = pytest.mark.processes
 
@@ -33,19 +30,6 @@ BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "hello"}]},
     COMPLETION: {"prompt": PROMPT},
 }
-
-
-class Numbers(ChatTokenizer):
-    """Every chat is the same prompt; a token is its number."""
-
-    def __init__(self) -> None:
-        self._token_bytes = [f"{token} ".encode() for token in range(VOCABULARY)]
-
-    def min_tokens(self, messages: Any) -> int:
-        return 0
-
-    def encode_chat(self, messages: Any) -> np.ndarray[Any, Any]:
-        return np.array(PROMPT)
 
 
 class Group(NamedTuple):

@@ -10,8 +10,8 @@ from fastdeploy_cache.events import PrefixFound
 from fastdeploy_cache.launch.server.choice import Chooser, Costs
 from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.prefix_lookup import PromptKnown
-from tests.launch.test_router_prefixes import FIRST, PLACES, URLS, Pair, chat, lookup_of, pair_of, said
 from tests.rigs.event_rig import publishing
+from tests.rigs.prefix_router import FIRST, PLACES, URLS, Pair, chat, lookup_of, pair_of, said
 from tests.rigs.router_rig import SECONDS, Instance, _Handler, answers, answers_later, hangs_up, offers, refuses, routed
 
 COSTS = Costs(moved_token=0.05, open_request=16.0)

@@ -13,6 +13,7 @@ from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, Transfer
 from fastdeploy_cache.launch.reference_engine.engine import Engine, EngineSettings
 from fastdeploy_cache.launch.reference_engine.generation import Generation
 from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
+from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 from tests.rigs.echo_engine import EOS, SIZE, VOCABULARY, next_token
 
@@ -50,6 +51,19 @@ class LayerModel:
             assert len(found) == 1, "ranks, heads or layers disagree"
             row[next_token(found.pop())] = 1.0
         return logits
+
+
+class Numbers(ChatTokenizer):
+    """Every chat is the same prompt; a token is its number."""
+
+    def __init__(self) -> None:
+        self._token_bytes = [f"{token} ".encode() for token in range(VOCABULARY)]
+
+    def min_tokens(self, messages: Any) -> int:
+        return 0
+
+    def encode_chat(self, messages: Any) -> np.ndarray[Any, Any]:
+        return np.array(PROMPT)
 
 
 class Instance:
