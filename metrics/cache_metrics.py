@@ -13,7 +13,7 @@ from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.metrics.families import Families
 from fastdeploy_cache.metrics.peer_counts import PeerCounts
 from fastdeploy_cache.metrics.picture import Picture, picture_families
-from fastdeploy_cache.metrics.request_counts import RequestCounts
+from fastdeploy_cache.metrics.request_counts import NamespaceCounts, RequestCounts
 from fastdeploy_cache.metrics.task_counts import TASK_KINDS, TaskCounts, TaskSums
 
 if TYPE_CHECKING:
@@ -32,12 +32,14 @@ class CacheMetrics:
         tp_size: int = 1,
         data_parallel_id: int = 0,
         window_seconds: float = 300.0,
+        max_namespaces: int = 0,
         clock: Callable[[], float] = SYSTEM_CLOCK.now,
     ) -> None:
         self._num_ranks, self._dp, self._clock = tp_size, data_parallel_id, clock
         self._families = Families(data_parallel_id)
         self._lock = Lock()
         self._requests, self._tasks, self._peers = RequestCounts(window_seconds), TaskCounts(tp_size), PeerCounts()
+        self._namespaces = NamespaceCounts(max_namespaces)
         self._look: Callable[[], Picture] = Picture
 
     @property
@@ -58,6 +60,11 @@ class CacheMetrics:
         now = self._clock()  # first: it may be somebody's who raises
         with self._lock:
             self._requests.record(now, num_tokens, hit_tokens)
+
+    def record_namespace(self, label: str, num_tokens: int, hit_tokens: tuple[int, ...]) -> None:
+        """The same of a request's namespace, by what it is called in labels."""
+        with self._lock:
+            self._namespaces.record(label, num_tokens, hit_tokens)
 
     def record_task(self, kind: str, rank: int, num_bytes: int, seconds: float, failed: bool) -> None:
         """One rank's part of a task has ended."""
@@ -119,7 +126,7 @@ class CacheMetrics:
         with self._lock:
             # not yielded from here: the consumer would hold the lock for as long as it likes
             found = self._requests.families(families, now) + self._tasks.families(families)
-            found += self._peers.families(families)
+            found += self._peers.families(families) + self._namespaces.families(families)
         yield from found
         yield self._peers.layers_family(families)
         yield from picture_families(self._look(), families, self._num_ranks)

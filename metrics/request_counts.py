@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fastdeploy_cache.metrics.families import Families, by_one
+from fastdeploy_cache.metrics.families import Families, Values, by_one
 from fastdeploy_cache.metrics.hit_rate import HitRateWindow
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 TIERS = ("gpu", "cpu", "storage")
+OTHERS = "others"  # the label of all namespaces behind the first few: names come from outside
 
 
 class RequestCounts:
@@ -62,4 +63,37 @@ class RequestCounts:
             families.gauge("window_request_hit_rate", "Share of requests hit, recently", (), {(): rates["request"]}),
             families.gauge("window_token_hit_rate", "Share of tokens hit, recently", (), {(): rates["token"]}),
             families.gauge("window_tier_token_hit_rate", by_tier, ("tier",), {(t,): rates[t] for t in TIERS}),
+        ]
+
+
+class NamespaceCounts:
+    """Sums for each of the first `max_labels` namespaces, and for the rest together. One thread at a time."""
+
+    def __init__(self, max_labels: int) -> None:
+        self._max_labels = max_labels
+        self._sums: dict[str, list[int]] = {OTHERS: [0] * (2 + len(TIERS))} if max_labels else {}
+
+    def record(self, label: str, num_tokens: int, hit_tokens: tuple[int, ...]) -> None:
+        """A request of a namespace was admitted; `hit_tokens` in the order of `TIERS`."""
+        sums = self._sums.get(label)
+        if sums is None:
+            sums = self._sums[OTHERS]
+            if len(self._sums) <= self._max_labels:
+                sums = self._sums[label] = [0] * len(sums)
+        for place, count in enumerate((1, num_tokens, *hit_tokens)):
+            sums[place] += count
+
+    def families(self, families: Families) -> list[Metric]:
+        """What Prometheus is shown; nothing where no namespace has a label."""
+        if not self._sums:
+            return []
+        counts = self._sums.items()
+        requests: Values = {(name,): sums[0] for name, sums in counts}
+        tokens: Values = {(name,): sums[1] for name, sums in counts}
+        hits: Values = {(name, tier): sums[2 + place] for name, sums in counts for place, tier in enumerate(TIERS)}
+        own = ("namespace",)
+        return [
+            families.counter("namespace_requests", "Requests admitted, by namespace", own, requests),
+            families.counter("namespace_prompt_tokens", "Their prompt tokens", own, tokens),
+            families.counter("namespace_hit_tokens", "Those that a tier has served", (*own, "tier"), hits),
         ]

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+NAMESPACE_DIGITS = 8
 HASH_BYTES = 32
 TOKEN_BYTES = 4
 _VERSION = b"fastdeploy_cache block hash 1\0"
@@ -22,6 +23,11 @@ _VERSION = b"fastdeploy_cache block hash 1\0"
 def root_hash(namespace: str, block_size: int) -> bytes:
     """The parent of a namespace's first blocks."""
     return hashlib.sha256(_VERSION + block_size.to_bytes(4, "little") + namespace.encode()).digest()
+
+
+def namespace_label(root: bytes | bytearray) -> str:
+    """What a namespace is called where others see it: the first digits of its hash, since its name may be a secret."""
+    return root.hex()[:NAMESPACE_DIGITS]
 
 
 class BlockHasher:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.transfer_manager.settings import check_integers, names_checked
 
+_MOST_NAMESPACES = 1000  # each has a series of metrics for each tier, and two more
 _LEAST_RING_BYTES, _LEAST_RECORD_BYTES = 64 * 2**10, 2**20
 
 
@@ -28,6 +29,8 @@ class InsightConfig:
         record_folder: where everything that enters the ring is also written, all the time; None: nowhere.
         record_bytes: of a file there, about; then the next one begins.
         num_record_files: how many files are kept there; the oldest go.
+        num_namespaces: how many namespaces are counted by themselves in the metrics, the first that come; the rest
+            count as one. 0: none is.
 
     Raises:
         ConfigError: an impossible value.
@@ -44,6 +47,7 @@ class InsightConfig:
     record_folder: str | None = None
     record_bytes: int = 64 * 2**20
     num_record_files: int = 16
+    num_namespaces: int = 0
 
     def __post_init__(self) -> None:
         for name in ("what_if", "page", "traces"):
@@ -55,6 +59,8 @@ class InsightConfig:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ConfigError(f"insight.max_pinned_share is {share!r}; it is a share, use 0 to 1")
         check_integers(self, ConfigError, "insight.")
+        if not 0 <= self.num_namespaces <= _MOST_NAMESPACES:
+            raise ConfigError(f"insight.num_namespaces is {self.num_namespaces}; use 0 to {_MOST_NAMESPACES}")
         self._check_recording()
 
     def _check_recording(self) -> None:

@@ -28,6 +28,7 @@ class Recorder:
 
     def __init__(self, config: CacheConfig, clock: Callable[[], float]) -> None:
         self.metrics = CacheMetrics(
+            max_namespaces=config.insight.num_namespaces,
             tp_size=config.transfer.tp_size,
             data_parallel_id=config.transfer.data_parallel_id,
             window_seconds=config.hit_rate_window_seconds,

@@ -8,6 +8,7 @@ from itertools import islice
 
 import msgspec
 
+from fastdeploy_cache.books.block_hash import namespace_label, root_hash
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.causes import NO_ROOM_TO_FETCH, Cause
 from fastdeploy_cache.books.taps import Loss
@@ -56,7 +57,7 @@ class Accounts:
         self._now = clock.now
         self._size, self._num_ranks = config.block_size, config.transfer.tp_size
         self._block_bytes = config.block_bytes() * self._num_ranks
-        self.metrics = metrics
+        self.metrics, self._counts_namespaces = metrics, config.insight.num_namespaces > 0
         self._recent: deque[Account] = deque(maxlen=config.num_explained_requests)
         self.missed_tokens = [0] * len(Cause)
         self.saved_seconds, self.move_seconds = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
@@ -78,7 +79,10 @@ class Accounts:
         active.request.counted = True
         active.trail.owes_load_seconds = active.phase is AHEAD
         num_blocks = active.num_matched_blocks
-        self._mishaps.ask("metrics", lambda: self._count(self._account(active, num_blocks, now, is_final=True)), None)
+        namespace = active.request.namespace
+        self._mishaps.ask(
+            "metrics", lambda: self._count(self._account(active, num_blocks, now, is_final=True), namespace), None
+        )
 
     def loaded(self, active: ActiveRequest) -> None:
         """The loads that a request ran ahead of have ended: how long they took is known only now."""
@@ -92,11 +96,14 @@ class Accounts:
         now = self._now()
         misses = self._missed(active, -(-sum(hit_tokens) // self._size), now)
         account = Account(name, num_tokens, now, True, hit_tokens, active.trail, 0.0, speed, misses)
-        self._mishaps.ask("metrics", lambda: self._count(account), None)
+        self._mishaps.ask("metrics", lambda: self._count(account, request.namespace), None)
 
-    def _count(self, account: Account) -> None:
+    def _count(self, account: Account, namespace: str) -> None:
         num_tokens, hit_tokens, size, missed = account.num_tokens, account.hit_tokens, self._size, self.missed_tokens
         self.metrics.record_request(num_tokens, hit_tokens)  # first: it may fail, and then nothing is counted
+        if self._counts_namespaces:
+            label = namespace_label(root_hash(namespace, size)) if namespace else "default"
+            self.metrics.record_namespace(label, num_tokens, hit_tokens)
         num_behind = num_tokens
         if hit_tokens != _NOTHING:
             speed, saved, moved = account.prefill_tokens_per_second, self.saved_seconds, self.move_seconds

@@ -6,13 +6,14 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from fastdeploy_cache.books.block_hash import namespace_label
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.checkpoint import chain_of
 from fastdeploy_cache.books.run import CPU, Run
 from fastdeploy_cache.insight.looks.pieces import hash_in_pieces, is_cached, run_in_turns, runs_in
 from fastdeploy_cache.insight.looks.prefix_views import PrefixView, TreeView
 
-_NAME_DIGITS, _NAMESPACE_DIGITS = 16, 8
+_NAME_DIGITS = 16
 _Rank = tuple[int, int, int]  # uses, order of the last one, and of those that are alike who was found first
 
 
@@ -131,7 +132,7 @@ class PrefixSearch:
         used_last = run.used_last or run.gpu_since or run.cpu_since
         return PrefixView(
             name=tree.names.of_last(run).hex()[:_NAME_DIGITS],
-            namespace="default" if tree.roots.get("") is root else root.hashes.hex()[:_NAMESPACE_DIGITS],
+            namespace="default" if tree.roots.get("") is root else namespace_label(root.hashes),
             num_tokens=run.num_blocks * size,
             num_prefix_tokens=num_blocks * size,
             num_blocks=run.num_blocks,
