@@ -1,4 +1,4 @@
-"""What `reuse` makes of sessions: the pauses that are expected, and what is gained by them."""
+"""What `reuse` makes of sessions: the pauses that are expected, and the classes that they make."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from fastdeploy_cache.policies.reuse_classes import (
 )
 from fastdeploy_cache.policies.session_pauses import MAX_SESSIONS, MAX_TOOLS, SessionPauses
 from fastdeploy_cache.request import session_number
-from tests.rigs.policy_cache import Cache
 
 
 def asked(session: int, *, tool: int = 0, answer: int = 10) -> SessionHint:
@@ -100,36 +99,6 @@ def test_no_two_classes_share_a_number() -> None:
     assert len({groups[number] for number in sessions}) == NUM_GOING
     assert len({groups[number] for number in shared}) == 1
     assert {len(groups[number]) for number in private} == {1, 2}
-
-
-def hit_rate(*, names_sessions: bool) -> float:
-    """Of sessions that pause for a short or for a long time, in a cache that holds a quarter of them."""
-    cache, rng, due = Cache("reuse", 120), random.Random(5), list[tuple[float, int, int]]()
-    for number in range(100):
-        due.append((rng.uniform(0, 50), number, 0))
-    num_hits = num_asked = 0
-    for step in range(8000):
-        at, number, turn = due.pop(due.index(min(due)))
-        cache.now = at
-        request = Request(
-            request_id=f"{step}",
-            prompt_token_ids=[number * 100 + place for place in range(4)] + [1],
-            session_id=str(number) if names_sessions else "",
-        )
-        match = cache.manager.match(request)
-        cache.manager.allocate(request, 5 - len(match.block_ids))
-        cache.manager.commit(request, 4)
-        cache.manager.release(request)
-        num_hits, num_asked = num_hits + (match.num_tokens if step > 4000 else 0), num_asked + 4 * (step > 4000)
-        pause = (4.0 if number % 4 == 0 else 200.0) * rng.uniform(0.8, 1.2)
-        due.append((at + pause, number, turn + 1))
-    return num_hits / num_asked
-
-
-def test_who_names_sessions_hits_more() -> None:
-    """A quarter of the sessions comes back soon: the cache keeps these."""
-    assert hit_rate(names_sessions=True) > hit_rate(names_sessions=False) - 0.002
-    assert hit_rate(names_sessions=True) > 0.6
 
 
 def test_what_a_request_says_of_its_session() -> None:
