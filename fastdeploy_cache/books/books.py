@@ -67,6 +67,7 @@ class Books:
         self.asleep: frozenset[Tier] = frozenset()  # tiers that have no memory now
         self.references: References | None = None  # where somebody learns from them
         self.rows: RowBooks | None = None  # of a model whose layers do not all keep everything
+        self._has_sessions = False  # a request has named one
         self._lock = threading.Lock()
         self._thread: int | None = None  # whose turn it is
         self._changes: deque[Change] = deque()
@@ -304,7 +305,19 @@ class Books:
         """A request whose prefix lies on `path` is released, the first time after it was admitted."""
         if self.references is not None:
             self.mishaps.ask("policy", partial(self.references.note, path, request, asked.num_asked), None)
+        if request.session_id or self._has_sessions:
+            self._note_session(path, request)
         self.tree.policy.use(path, request, asked)
+
+    def _note_session(self, path: list[Run], request: User) -> None:
+        """Whose alone each run is, before its use is counted."""
+        hint, self._has_sessions = request.session_hint, True
+        session = hint.session if hint is not None else 0
+        for run in path:
+            if session and not run.session and not run.num_uses:
+                run.session = session
+            elif session != run.session and (session or run.session):
+                run.session = -1
 
     def take(self, num_blocks: int, tier: Tier, owner: Owner) -> array[int]:
         """So many blocks for an owner, lowest ids first, after what the policy names has been evicted for them.

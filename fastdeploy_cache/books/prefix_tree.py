@@ -205,7 +205,7 @@ class PrefixTree:
         has_both = upper.cpu and lower.cpu
         cpu_joins = not has_both or (upper.cpu_end == upper.num_blocks and lower.cpu_start == 0)
         in_flight = any(isinstance(pin, Segment) for pin in (*upper.pins, *lower.pins))
-        return gpu_joins and bool(cpu_joins) and not in_flight
+        return upper.session == lower.session and gpu_joins and bool(cpu_joins) and not in_flight
 
     def _merge(self, upper: Run, lower: Run) -> None:
         """The reverse of `split`: the upper run takes in the lower one, its pins and its children."""

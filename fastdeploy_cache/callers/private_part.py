@@ -12,21 +12,23 @@ from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.books.transfer import segments_of
 
 
-def _private_runs(path: Sequence[Run], num_kept: int) -> Iterator[tuple[Run, int]]:
-    """The runs, last to first, with how many blocks of each are in front of block `num_kept` of the path."""
+def _private_runs(path: Sequence[Run], num_kept: int, session: int) -> Iterator[tuple[Run, int]]:
+    """The runs, last to first, with how many blocks of each are in front of block `num_kept` of the path. `session`:
+    whose they have to be; 0: of none, or of any one."""
     end = sum([run.num_blocks for run in path])
     for run in reversed(path):
         end -= run.num_blocks
-        if run.children or run.is_shared or end + run.num_blocks <= num_kept:
+        is_anothers = run.session != session if session else run.session < 0
+        if run.children or run.is_shared or is_anothers or end + run.num_blocks <= num_kept:
             return
         yield run, max(0, num_kept - end)
 
 
-def forget(tree: PrefixTree, path: Sequence[Run], num_kept: int) -> int:
+def forget(tree: PrefixTree, path: Sequence[Run], num_kept: int, session: int) -> int:
     """Free what of a path lies behind its first `num_kept` blocks, in all tiers, but for what requests and copies hold;
-    returns how many blocks. What goes of a run takes along what is behind it."""
+    returns how many blocks."""
     num_gone = 0
-    for run, first in _private_runs(path, num_kept):
+    for run, first in _private_runs(path, num_kept, session):
         num_left, num_blocks = max(first, run.num_held), run.num_blocks
         tree.residency.truncate(run, num_left, Loss.RESET)
         num_gone += num_blocks - num_left
@@ -35,11 +37,11 @@ def forget(tree: PrefixTree, path: Sequence[Run], num_kept: int) -> int:
     return num_gone
 
 
-def leave_gpu(tree: PrefixTree, path: Sequence[Run]) -> tuple[int, bool]:
+def leave_gpu(tree: PrefixTree, path: Sequence[Run], session: int) -> tuple[int, bool]:
     """Free the GPU blocks of a path whose copies are in the CPU tier, from its end on; returns how many, and whether
     more would go once copies that are on their way have come."""
     num_gone = 0
-    for run, _ in _private_runs(path, 0):
+    for run, _ in _private_runs(path, 0, session):
         if run.num_gpu_children:
             break
         num_on_gpu = run.num_gpu

@@ -23,10 +23,15 @@ class RememberedSessions:
         return len(self._last)
 
     def note(self, request: Request) -> None:
-        """A request of a session is over. One that is larger than all the room is not remembered."""
+        """A request of a session is over. One that is larger than all the room is not remembered, nor is one that only
+        begins as another one of the session does, which may run beside it."""
         name = request.namespace, request.session_id
-        self.forget(*name)
-        num_bytes = len(request.prompt) + len(request.output)
+        if (known := self._last.get(name)) is not None:
+            if known[0] is not request and _begins_with(known[0], request):
+                self._last.move_to_end(name)
+                return
+            self.forget(*name)
+        num_bytes = len(request.prompt) + len(request.output) + len(request.session_id) + len(request.namespace)
         if num_bytes > self._max_bytes:
             return
         self._last[name] = request, num_bytes
@@ -43,3 +48,8 @@ class RememberedSessions:
         """It has ended."""
         _, num_bytes = self._last.pop((namespace, session_id), (None, 0))
         self._num_bytes -= num_bytes
+
+
+def _begins_with(known: Request, request: Request) -> bool:
+    """Whether a request's tokens are the first of another one's."""
+    return known.num_tokens >= request.num_tokens and known.tokens.startswith(request.tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from fastdeploy_cache.books.books import Books
@@ -12,12 +13,13 @@ from fastdeploy_cache.books.tokens import PackedTokens, TokenIds, pack
 from fastdeploy_cache.callers.private_part import forget, leave_gpu
 from fastdeploy_cache.callers.remembered_sessions import RememberedSessions
 from fastdeploy_cache.config.cache import CacheConfig
-from fastdeploy_cache.errors import CacheError, RequestError
+from fastdeploy_cache.errors import CacheError, PromptTooLongError, RequestError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.block_mover import TaskEnded
 from fastdeploy_cache.movement.movement import Movement
-from fastdeploy_cache.request import Request
+from fastdeploy_cache.request import Image, Request, session_number, whole_number
 from fastdeploy_cache.requests.match import Match, Prefetch
+from fastdeploy_cache.transfer_manager.task import TaskKind
 
 logger = event_log(__name__)
 
@@ -49,7 +51,9 @@ class KeptPrefix(Protocol):
 class Pinning(Protocol):
     """See `Control.pin`."""
 
-    def pin(self, prefix: str | TokenIds, seconds: float, *, namespace: str = ...) -> KeptPrefix: ...
+    def pin(
+        self, prefix: str | TokenIds, seconds: float, *, namespace: str = ..., images: Sequence[Image] = ...
+    ) -> KeptPrefix: ...
 
 
 class Brought(NamedTuple):
@@ -70,7 +74,7 @@ class Sessions:
     def __init__(self, config: CacheConfig, books: Books, movement: Movement, verbs: SessionVerbs) -> None:
         self._size, self._books, self._movement, self._verbs = config.block_size, books, movement, verbs
         self._remembered = RememberedSessions()  # under the lock
-        self._leaving: deque[Request] = deque(maxlen=MAX_LEAVING)  # under the lock
+        self._leaving: dict[int, Request] = {}  # by identity, under the lock: one that is asked for again is the same
         self._fetching: deque[tuple[Request, Prefetch]] = deque()  # under the lock
         self._numbers = itertools.count(1)
         self.pinning: Pinning | None = None  # what `retain` pins with
@@ -96,28 +100,35 @@ class Sessions:
         asked = self._asked(prefix, namespace)
         assert self.pinning is not None
         tokens = asked.token_ids(0, asked.num_tokens)
-        return self.pinning.pin(tokens, seconds, namespace=namespace)
+        return self.pinning.pin(tokens, seconds, namespace=namespace, images=asked.images)
 
     def release_session(self, session_id: str, *, namespace: str = "") -> int:
-        """Nobody comes back to it: free what only this session has used, in all tiers. Returns how many blocks.
+        """Nobody comes back to it: free what of its last request only this session has used, in all tiers. Returns how
+        many blocks.
 
-        What is in storage stays there. Raises `RequestError` as `retain`.
+        What is in storage stays there. Raises `RequestError` as `supersede`.
         """
+        if not isinstance(session_id, str):
+            raise RequestError(f"session {session_id!r}; give its id, which is a text, or use supersede with token ids")
         num_blocks = self.supersede(session_id, 0, namespace=namespace)
         with self._books:
             self._remembered.forget(namespace, session_id)
         return num_blocks
 
     def supersede(self, prefix: Prefix, num_tokens: int, *, namespace: str = "") -> int:
-        """An old branch is worth nothing: free what lies behind its first `num_tokens`, and nobody else has used, in
-        all tiers. Returns how many blocks. Raises `RequestError` as `retain`, and for a hybrid model."""
-        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 0:
+        """An old branch is worth nothing: free what lies behind its first `num_tokens`, in all tiers. Returns how many
+        blocks.
+
+        Of a session that is what only its own requests have used; of token ids what no other prompt has parted from,
+        and no two sessions share. Raises `RequestError` as `retain`, and for a hybrid model.
+        """
+        if isinstance(num_tokens, bool) or whole_number(num_tokens, "num_tokens") < 0:
             raise RequestError(f"num_tokens is {num_tokens!r}; give how many tokens of the branch are still of use")
         asked = self._asked(prefix, namespace)
         with self._books:
             self._books.check_uniform("sessions.supersede")
             path, _ = self._find(asked)
-            num_blocks = forget(self._books.tree, path, -(-num_tokens // self._size))
+            num_blocks = forget(self._books.tree, path, -(-int(num_tokens) // self._size), self._owner(prefix, asked))
         logger.info("event=superseded blocks=%d", num_blocks)
         return num_blocks
 
@@ -130,16 +141,16 @@ class Sessions:
             path, num_found = self._find(asked)
             if path and num_found:
                 self._movement.copy_down.store(path)
-            num_gone, has_more = leave_gpu(self._books.tree, path)
-            if has_more:
-                self._leaving.append(asked)
+            num_gone, has_more = leave_gpu(self._books.tree, path, self._owner(prefix, asked))
+            if has_more and len(self._leaving) < MAX_LEAVING:
+                self._leaving[id(asked)] = asked
         return num_gone
 
     def prefetch(self, prefix: Prefix, *, namespace: str = "", tier: Literal["cpu", "gpu"] = "gpu") -> Brought:
         """Bring a prefix to a tier before it is asked for, such as when a tool is about to answer; returns at once.
 
-        With `gpu` it is loaded there, as a match would, and counts as used when all has come; with `cpu` what storage
-        has is fetched to the CPU tier. What others hold or need is not disturbed: without room nothing is brought.
+        With `gpu` it is loaded there as a match loads, into the room that a match would be given, and counts as touched
+        when all has come; with `cpu` what storage has is fetched to the CPU tier.
 
         Raises:
             RequestError: as `retain`, or no such tier.
@@ -148,29 +159,47 @@ class Sessions:
         if tier not in ("cpu", "gpu"):
             raise RequestError(f"prefetch to {tier!r}; use 'cpu' or 'gpu'")
         asked = self._asked(prefix, namespace)
-        tokens = PackedTokens(asked.tokens + pack("behind", [0]))  # a match leaves the last token to compute
-        request = Request(
-            request_id=f"prefetch of a session {next(self._numbers)}",
-            prompt_token_ids=tokens,
-            namespace=namespace,
-            images=asked.images,
-        )
-        request.counted = request.used = True  # no request of anybody's: neither hit rates nor policies hear of it
-        found = self._verbs.prefetch(request)
-        if tier == "gpu":
-            self._load(request)
-        else:
-            self._note_fetching(request, found)
+        try:
+            found = self._bring(asked, pack("behind", [0]), tier)  # a match leaves the last token to compute
+        except PromptTooLongError:  # it fills the whole pool: then all but its last block
+            found = self._bring(asked, b"", tier)
         return Brought(found.num_gpu_tokens, found.num_cpu_tokens, max(0, found.num_missing_tokens - 1))
 
     # -- how
 
+    def _bring(self, asked: Request, behind: bytes, tier: str) -> Prefetch:
+        request = Request(
+            request_id=f"prefetch of a session {next(self._numbers)}",
+            prompt_token_ids=PackedTokens(asked.tokens + behind),
+            namespace=asked.namespace,
+            images=asked.images,
+            match_inside_images=asked.match_inside_images,
+        )
+        request.counted = request.used = True  # no request of anybody's: neither hit rates nor policies hear of it
+        found = self._verbs.prefetch(request)
+        if tier == "cpu":
+            self._note_fetching(request, found)
+            return found
+        try:
+            self._load(request)
+        except CacheError:
+            self._verbs.end_prefetch(request)
+            raise
+        return found
+
+    @staticmethod
+    def _owner(prefix: Prefix, asked: Request) -> int:
+        """Whose blocks have to be that are freed: the session's, where one is named."""
+        return session_number(asked.namespace, prefix) if isinstance(prefix, str) else 0
+
     def _asked(self, prefix: Prefix, namespace: str) -> Request:
         """The request whose prefix it is. Raises `RequestError`."""
-        if not isinstance(prefix, str):
-            return Request(request_id="of a session", prompt_token_ids=prefix, namespace=namespace)
         with self._books:
             self._books.check_open()
+        if not isinstance(prefix, str) or not isinstance(namespace, str):
+            tokens = () if isinstance(prefix, str) else prefix
+            return Request(request_id="of a session", prompt_token_ids=tokens, namespace=namespace)
+        with self._books:
             found = self._remembered.find(namespace, prefix)
         if found is None:
             raise RequestError(
@@ -206,10 +235,12 @@ class Sessions:
         for ended, _ in over:
             self._verbs.end_prefetch(ended)
 
-    def _on_task_ended(self, ended: TaskEnded) -> None:  # noqa: ARG002 (one of any kind)
-        """A copy has ended: what waits for one may leave the GPU."""
-        for _ in range(len(self._leaving)):
-            asked = self._leaving.popleft()
+    def _on_task_ended(self, ended: TaskEnded) -> None:
+        """A copy down has ended: what waits for one may leave the GPU."""
+        if not self._leaving or ended.result.task.kind is not TaskKind.SWAP_OUT:
+            return
+        for key, asked in list(self._leaving.items()):
             path, num_found = self._find(asked)
-            if path and num_found and leave_gpu(self._books.tree, path)[1]:
-                self._leaving.append(asked)
+            owner = session_number(asked.namespace, asked.session_id) if asked.session_id else 0
+            if not (path and num_found and leave_gpu(self._books.tree, path, owner)[1]):
+                del self._leaving[key]

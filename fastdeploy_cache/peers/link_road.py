@@ -16,7 +16,7 @@ from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Matched
 from fastdeploy_cache.config.cache import CacheConfig
-from fastdeploy_cache.errors import PeerError, PeerRefusedError
+from fastdeploy_cache.errors import PeerError, PeerRefusedError, counted
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.movement.movement import Movement
@@ -116,8 +116,9 @@ class LinkRoad:
         num_blocks = num_offered - num_here
         if num_blocks and not self._speeds.is_worth_borrowing(num_blocks):
             compute, borrow = (self._speeds.compute_seconds(num_blocks), self._speeds.borrow_seconds(num_blocks))
-            times = f"{borrow or 0.0:.3f} s to receive them and {compute or 0.0:.3f} s to compute them"
-            raise PeerRefusedError(f"{num_blocks} blocks that another instance lends: {times} are expected")
+            times = f"{borrow:.3f} s to receive them and {compute:.3f} s to compute them" if borrow and compute else ""
+            why = f"{times} are expected" if times else "load_policy is 'never'"
+            raise PeerRefusedError(f"{counted(num_blocks, 'block')} that another instance lends are not taken: {why}")
 
     def cancel_receive(self, request: Request) -> None:
         """What has come may be evicted, what has not need not come. A turn of its own."""

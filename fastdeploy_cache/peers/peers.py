@@ -89,8 +89,11 @@ class Peers:
         """Offer what the match of a request has found, and nothing that is yet to be computed; `release` it then.
 
         The other instance gives the offer to `receive` with `is_lent`, for a request of the same tokens. What the match
-        is still loading is not offered: wait for the match first. Raises as `offer`.
+        is still loading is not offered: wait for the match first. Raises as `offer`; `PeerRefusedError` also with the
+        link `storage`.
         """
+        if self._config.peer is not None and self._config.peer.link == "storage":
+            raise PeerRefusedError("lend: with peer.link 'storage' the other instance finds in the store what is there")
         with self._books:
             road, active = self._road_for("lend", "decode"), self._requests.active(request)
             self._requests.matcher.settle(active)
@@ -171,8 +174,8 @@ class Peers:
         here is not sent. Without success nothing has changed, and the request is computed here, or given up. Room is
         taken at once. `cancel_receive` where no `match` follows.
 
-        `is_lent`: it was offered by `lend`, so that all of it is there. Under `load_policy` "auto" it is then refused
-        where computing it takes less time, as far as both have been seen.
+        `is_lent`: it was offered by `lend`, so that all of it is there. It is then refused under `load_policy` "never",
+        and under "auto" where computing it takes less time, as far as both have been seen.
 
         Raises:
             PeerRefusedError: an offer that is none, is for another prompt, or of an instance that does not fit this

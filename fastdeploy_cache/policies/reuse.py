@@ -36,7 +36,7 @@ class Reuse(LeastRecentlyUsed):
     goes on where a leaf ended is one turn further; so is one whose lost blocks the history knows to have been a leaf's.
     The engine's hints (session ended, tool call pending) make classes of their own, which are learned like the others.
     What a session has is in a class by the pause that is expected (`SessionPauses`). Where the chance of going on is
-    stated, each class is four more.
+    stated, each of these and of the private classes is four more.
 
     The guard compares observed blocks hit with those that LRU would have hit. While the recent loss is above 0.15 % of
     the references, victims are LRU's.

@@ -28,6 +28,7 @@ _USUAL = 15.0  # of the logarithm of a pause in milliseconds, where nothing is k
 _OUTLIER_OCTAVES = 2.0  # a pause counts as so much longer than the mean at most: how much longer says little
 _MEAN_WEIGHT = 0.01  # of a pause in the mean of all
 
+_RIDGE = np.eye(_NUM_FACTS) * 10.0  # so many pauses speak for weights of 0
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -47,7 +48,7 @@ class SessionPauses:
     def __init__(self) -> None:
         self._sessions: OrderedDict[int, _Session] = OrderedDict()
         self._tools: OrderedDict[int, float] = OrderedDict()  # the quick average of pauses by tool
-        self._products, self._targets = np.eye(_NUM_FACTS) * 10.0, np.zeros(_NUM_FACTS)
+        self._products, self._targets = _RIDGE.copy(), np.zeros(_NUM_FACTS)
         self._weights: list[float] = [0.0] * _NUM_FACTS
         self._num_learned = 0
         self._mean = _USUAL
@@ -73,7 +74,7 @@ class SessionPauses:
             session.last - _USUAL,
             log2(session.turn) - 5.0,
             self._tools.get(hint.tool, self._mean) - _USUAL if hint.tool else log2(1 + num_tokens) - 16.0,
-            float(tool_call_pending),
+            1.0 if tool_call_pending else 0.0,
         )
         self._sessions[hint.session] = session
         pause = _USUAL + sum([weight * fact for weight, fact in zip(self._weights, session.facts, strict=True)])
@@ -89,7 +90,7 @@ class SessionPauses:
         self._mean += _MEAN_WEIGHT * (pause - self._mean)
         facts = np.array(session.facts)
         self._products *= _KEEP
-        self._products += np.outer(facts, facts)
+        self._products += np.outer(facts, facts) + (1 - _KEEP) * _RIDGE  # which stays: facts may never change
         self._targets *= _KEEP
         self._targets += facts * (pause - _USUAL)
         self._num_learned += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from fastdeploy_cache.events import PrefixFound
@@ -30,15 +30,15 @@ class Costs:
     open_request: float = 16.0
     moved_token: float | None = None
 
-    def of(self, prompt: PromptKnown, place: Place) -> float:
-        """What a prompt costs at an instance until its first token is computed."""
-        lender = self.lender_of(prompt, place)
+    def of(self, prompt: PromptKnown, place: Place, lenders: Collection[Place] = ()) -> float:
+        """What a prompt costs at an instance until its first token is computed. `lenders`: who may be asked to lend."""
+        lender = self.lender_of(prompt, place, lenders)
         return self._alone(prompt, place) if lender is None else self._borrowing(prompt, place, lender)
 
-    def lender_of(self, prompt: PromptKnown, place: Place) -> Place | None:
+    def lender_of(self, prompt: PromptKnown, place: Place, lenders: Collection[Place]) -> Place | None:
         """The instance from which it should have what it lacks; None: computing that is cheaper, or nobody has it."""
-        others = [other for other in prompt.found if other != place]
-        if self.moved_token is None or not others:
+        others = [other for other in lenders if other != place and other in prompt.found]
+        if self.moved_token is None or not others or prompt.num_prompts > 1:  # an offer is of one prompt
             return None
         lender = max(others, key=lambda other: prompt.found[other].num_tokens)
         return lender if self._borrowing(prompt, place, lender) < self._alone(prompt, place) else None
@@ -75,14 +75,17 @@ class Chooser:
             return None
         return await asyncio.to_thread(self.lookup.look_up, body, path)  # others are answered meanwhile
 
-    def choose(self, instances: Instances, prompt: PromptKnown | None) -> Choice:
-        """Those of one role in the order in which they are asked. Who has hung lately is last."""
+    def choose(self, instances: Instances, prompt: PromptKnown | None, *, may_lend: bool = False) -> Choice:
+        """Those of one role in the order in which they are asked. Who has hung lately is last. `may_lend`: one of them
+        may be asked to lend another one what it has."""
         turn = instances.in_turn()
         if prompt is None or not any(place in prompt.found for place in turn):
             return Choice(self, turn, "turn" if self.lookup is None else "unknown", prompt, self._costs)
-        cost = {place: self._costs.of(prompt, place) + instances.load(place) for place in turn}
+        lenders = [place for place in turn if not instances.is_hung(place)] if may_lend else []
+        cost = {place: self._costs.of(prompt, place, lenders) + instances.load(place) for place in turn}
         order = sorted(turn, key=lambda place: (instances.is_hung(place), cost[place]))
-        return Choice(self, order, _reason(order, cost, prompt), prompt, self._costs)
+        lender = self._costs.lender_of(prompt, order[0], lenders)
+        return Choice(self, order, _reason(order, cost, prompt), prompt, self._costs, lender)
 
 
 @dataclass(frozen=True)
@@ -94,16 +97,12 @@ class Choice:
     reason: str
     _prompt: PromptKnown | None
     _costs: Costs
+    lender: Place | None = None  # who should lend the first of them what it lacks
 
     def load_of(self, place: Place) -> Load:
-        """How busy an instance is with it."""
+        """How busy an instance is with it, where it borrows nothing."""
         computed = self._costs.of(self._prompt, place) if self._prompt is not None else 0.0
         return Load(computed, self._costs.open_request)
-
-    @property
-    def lender(self) -> Place | None:
-        """Who should lend the first of them what it lacks."""
-        return self._costs.lender_of(self._prompt, self.places[0]) if self._prompt is not None else None
 
     def answered(self, place: Place) -> str:
         """It is counted that this instance answers; returns why it was asked, for a header."""

@@ -33,10 +33,21 @@ class HungError(Exception):
 class Forwarding:
     """One request of a client to decode instances."""
 
-    def __init__(self, upstream: Upstream, decode: Instances, question: Question, *, is_stream: bool = False) -> None:
+    def __init__(
+        self,
+        upstream: Upstream,
+        decode: Instances,
+        question: Question,
+        *,
+        question_of_others: Question | None = None,
+        is_stream: bool = False,
+    ) -> None:
+        """`question_of_others`: for all but the first that is asked, where that is another one."""
         self._upstream, self._decode = upstream, decode
         self._question, self._is_stream = question, is_stream
+        self._question_of_others = question_of_others or question
         self._answer: StreamedAnswer | None = None  # once it has begun
+        self._has_offer = True  # the question has the offer, if there is one
         self.has_taken_offer = False  # as far as can be told, also where `run` is cancelled
 
     async def run(
@@ -49,6 +60,9 @@ class Forwarding:
             ClientGoneError: there is nobody to answer.
         """
         for place in places:
+            if place != places[0] and self._question is not self._question_of_others:
+                self._question, self._has_offer = self._question_of_others, False
+                request[FACTS].pop("lender", None)
             request[FACTS]["decode"] = "{}:{}".format(*place)
             try:
                 load = choice.load_of(place) if choice is not None else Load(0.0, 0.0)
@@ -87,7 +101,7 @@ class Forwarding:
         request[FACTS]["decode_status"] = answer.response.status
         self._answer = StreamedAnswer(request, answer.response.status, headers, answer.response.reason)
         # a stream begins before the offer is asked for, other answers after that
-        self.has_taken_offer = answer.is_good and not self._is_stream
+        self.has_taken_offer = self._has_offer and answer.is_good and not self._is_stream
         await self._answer.begin()
         has_said = not self._is_stream  # the first piece of a stream comes before anything is computed
         async for piece in answer.pieces():
@@ -95,4 +109,4 @@ class Forwarding:
                 load.note_prompt_computed()
             has_said = True
             await self._answer.write(piece)
-        self.has_taken_offer = answer.is_good
+        self.has_taken_offer = self._has_offer and answer.is_good

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from fastdeploy_cache import PrefixCacheManager
-from fastdeploy_cache.errors import LaunchError, PeerError, RequestError
+from fastdeploy_cache.errors import ClosedError, LaunchError, PeerError, RequestError
 from fastdeploy_cache.insight.doctor.process_troubles import troubles_of
 from fastdeploy_cache.launch.reference_engine.generation import (
     Generation,
@@ -120,7 +120,10 @@ class InstanceApp:
         return await self._serve(request, self._offer_cached)
 
     async def _offer_cached(self, request: web.Request, asked: ApiRequest) -> web.StreamResponse:
-        return success(await self._api.prefills.lend(asked, request.remote or "", name=request[REQUEST_ID]))
+        answer = await self._api.prefills.lend(asked, request.remote or "", name=request[REQUEST_ID])
+        if connection_of(request).has_ended and answer["offer_id"] is not None:
+            self._api.prefills.cancel(answer["offer_id"])  # else its blocks would wait for somebody who may never come
+        return success(answer)
 
     async def _serve(
         self, request: web.Request, serve: Callable[[web.Request, ApiRequest], Awaitable[web.StreamResponse]]
@@ -138,7 +141,7 @@ class InstanceApp:
             return failure(400, "the body is nested too deeply")
         except RefusedFieldError as error:
             return _refused(request, error)
-        except PeerError as error:
+        except (PeerError, ClosedError) as error:
             return failure(503, str(error))
         except (LaunchError, RequestError, GenerationError, ValueError) as error:
             return failure(_status_of(error), str(error))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -60,6 +60,17 @@ class Instances:
         """How busy it is with what it was asked here, in tokens that are computed."""
         return sum(load.tokens for load in self._loads[place])
 
+    @contextmanager
+    def loaded(self, *loads: tuple[Place, Load]) -> Iterator[None]:
+        """So busy these are meanwhile, with something else than a request to them."""
+        for place, load in loads:
+            self._loads[place].add(load)
+        try:
+            yield
+        finally:
+            for place, load in loads:
+                self._loads[place].discard(load)
+
     @asynccontextmanager
     async def asked(
         self, upstream: Upstream, place: Place, question: Question, load: Load | None = None
@@ -106,11 +117,11 @@ class Instances:
 
 def place_of(url: str) -> Place:
     """Where an instance is. Raises `LaunchError` for what is no http://HOST:PORT."""
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        port = None
+        parts, port = urlsplit(""), None
     if parts.scheme != "http" or not parts.hostname or port is None or parts.path.strip("/"):
         raise LaunchError(f"{url!r} is no instance's URL; use http://HOST:PORT")
     return parts.hostname, port

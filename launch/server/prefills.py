@@ -107,7 +107,7 @@ class Prefills:
             stack.callback(self._open.leave, client)
             (prompt,) = await asyncio.to_thread(self._prompts_of, request)
             asked = Request(request_id=f"lent {name}", prompt_token_ids=prompt, namespace=request.namespace)
-            send = await asyncio.to_thread(self._lend, asked)
+            send = await self._lend(asked)
             if send is None:
                 return _NOTHING
             send.on_done(stack.pop_all().close)
@@ -115,13 +115,14 @@ class Prefills:
             offer = base64.b64encode(send.offer).decode()
             return {"offer": offer, "offer_id": self._note_offered(cancel, send), "num_blocks": send.num_blocks}
 
-    def _lend(self, asked: Request) -> Send | None:
-        """Wait for what has to be loaded, and offer it; None where a block of it is not here."""
+    async def _lend(self, asked: Request) -> Send | None:
+        """Wait for what has to be loaded, and offer it; None where a block of it is not here. Who is cancelled while he
+        waits has offered nothing."""
         cache = self._engine.cache
         asked.counted = asked.used = True  # nobody's request here: neither hit rates nor policies hear of it
         match = cache.match(asked)
         try:
-            match = match.wait(_LOAD_SECONDS)
+            match = await match.arrived(_LOAD_SECONDS)
             return cache.peers.lend(asked) if match.num_tokens >= cache.config.block_size else None
         finally:
             cache.release(asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,11 +31,13 @@ class PromptKnown:
 
     Attributes:
         num_tokens: how many they have.
+        num_prompts: how many they are.
         found: what is cached of them, by instance. Of one that is not in it nothing is known at the moment.
     """
 
     num_tokens: int
     found: Mapping[Place, PrefixFound] = field(default_factory=dict)
+    num_prompts: int = 1
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ class PrefixLookup:
         self._reader, self._keys_folder = reader, keys_folder
         self._sources = {source.place: source for source in sources}
         self._mirrors: dict[Place, Mirror] = {}
-        self._made_at = time.monotonic()
+        self._unusable: dict[Place, str] = {}  # why an instance's events say nothing here
+        self._made_at, self._making, self._is_closed = time.monotonic(), threading.Lock(), False
         try:
             for source in sources:
                 self._mirrors[source.place] = self._mirror_of(source)
@@ -88,6 +92,8 @@ class PrefixLookup:
 
     def close(self) -> None:
         """Listen no more."""
+        with self._making:
+            self._is_closed = True
         for mirror in self._mirrors.values():
             mirror.close()
 
@@ -101,12 +107,15 @@ class PrefixLookup:
         try:
             request = decode_request(body, KINDS.get(path))
             prompts = self._reader.prompts_of(request)
-            found = {place: self._find(mirror, prompts, request.namespace) for place, mirror in self._mirrors.items()}
         except (RefusedFieldError, CacheError, ValueError, RecursionError) as error:
             logger.debug("event=prompt_not_looked_up error=%r", error)
             return None
         self._make_anew()
-        return PromptKnown(sum(map(len, prompts)), {place: each for place, each in found.items() if each is not None})
+        mirrors = dict(self._mirrors)
+        found = {place: self._find(place, mirror, prompts, request.namespace) for place, mirror in mirrors.items()}
+        return PromptKnown(
+            sum(map(len, prompts)), {place: each for place, each in found.items() if each is not None}, len(prompts)
+        )
 
     def state_of(self, place: Place) -> InstanceState | None:
         """How well an instance is known; None where nobody listens to it."""
@@ -114,10 +123,18 @@ class PrefixLookup:
         if mirror is None:
             return None
         blocks = {medium: mirror.num_blocks(medium) for medium in MEDIA}
-        return InstanceState(mirror.is_current, blocks, str(mirror.failure) if mirror.failure is not None else None)
+        failure = str(mirror.failure) if mirror.failure is not None else self._unusable.get(place)
+        return InstanceState(mirror.is_current and failure is None, blocks, failure)
 
-    def _find(self, mirror: Mirror, prompts: Sequence[Any], namespace: str) -> PrefixFound | None:
-        found = [mirror.find(tokens, namespace) for tokens in prompts]
+    def _find(self, place: Place, mirror: Mirror, prompts: Sequence[Any], namespace: str) -> PrefixFound | None:
+        try:
+            found = [mirror.find(tokens, namespace) for tokens in prompts]
+        except CacheError as error:  # such as names that cannot be made here; the others are known all the same
+            if self._unusable.get(place) != str(error):
+                self._unusable[place] = str(error)
+                logger.warning("event=events_of_no_use at=%s:%d error=%r", *place, error)
+            return None
+        self._unusable.pop(place, None)
         if not mirror.is_current:
             return None
         return PrefixFound(
@@ -132,10 +149,13 @@ class PrefixLookup:
 
     def _make_anew(self) -> None:
         """Mirrors that have ended, such as for want of descriptors, seldom."""
-        ended = [place for place, mirror in self._mirrors.items() if mirror.failure is not None]
-        if not ended or time.monotonic() - self._made_at < _AGAIN_SECONDS:
-            return
-        self._made_at = time.monotonic()
+        with self._making:
+            ended = [place for place, mirror in self._mirrors.items() if mirror.failure is not None]
+            if ended and not self._is_closed and time.monotonic() - self._made_at >= _AGAIN_SECONDS:
+                self._made_at = time.monotonic()
+                self._replace(ended)
+
+    def _replace(self, ended: Sequence[Place]) -> None:
         for place in ended:
             logger.warning("event=mirror_made_anew at=%s:%d error=%r", *place, self._mirrors[place].failure)
             try:

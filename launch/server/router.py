@@ -13,7 +13,7 @@ from aiohttp import web
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.server.answers import failure, success
 from fastdeploy_cache.launch.server.api_requests import CHAT_PATH, COMPLETION_PATH, LEND_PATH
-from fastdeploy_cache.launch.server.choice import Chooser
+from fastdeploy_cache.launch.server.choice import Choice, Chooser
 from fastdeploy_cache.launch.server.forwarding import Forwarding, HungError
 from fastdeploy_cache.launch.server.http_server import answering, route_of_the_rest
 from fastdeploy_cache.launch.server.instances import Instances
@@ -136,29 +136,42 @@ class Router:
         upstream, forwarding = request.app[_UPSTREAM], None
         prompt = await self._chooser.look_up(body, request.path)
         offer = await self._compute_prefill(upstream, body, prompt) if may_prefill else None
-        choice = self._chooser.choose(self._decode, prompt)
+        choice = self._chooser.choose(self._decode, prompt, may_lend=not len(self._prefill))
         is_lent = offer is None and choice.lender is not None
-        if is_lent and choice.lender is not None:
-            offer = await self._borrow(upstream, body, choice.lender)
+        plain = Question("POST", request.path, body, _ANSWER_SECONDS, self._probe_seconds)
+        if is_lent:
+            offer = await self._borrow(upstream, body, choice)
         try:
+            question = plain
             if offer is not None:
                 request[FACTS]["lender" if is_lent else "prefill"] = "{}:{}".format(*offer.place)
-                body = _encode(chat | {"kv_offer": offer.offer, **({"kv_is_lent": True} if is_lent else {})})
-            question = Question("POST", request.path, body, _ANSWER_SECONDS, self._probe_seconds)
-            forwarding = Forwarding(upstream, self._decode, question, is_stream=bool(chat.get("stream")))
+                lent = {"kv_is_lent": True} if is_lent else {}
+                question = plain._replace(body=_encode(chat | {"kv_offer": offer.offer, **lent}))
+            forwarding = Forwarding(
+                upstream,
+                self._decode,
+                question,
+                question_of_others=plain if is_lent else question,  # what was lent is for the first of them
+                is_stream=bool(chat.get("stream")),
+            )
             return await forwarding.run(request, choice.places, choice)
         finally:  # refused, nobody there, or the client has gone: blocks would wait for a reader until their deadline
-            if offer is not None and not (forwarding and forwarding.has_taken_offer):
+            has_taken = forwarding is not None and forwarding.has_taken_offer
+            if offer is not None and (is_lent or not has_taken):  # a loan may be declined without a word
                 await _give_up(upstream, offer)
 
-    async def _borrow(self, upstream: Upstream, body: bytes, lender: Place) -> Offer | None:
-        """What an instance lends of this prompt, if it does soon; without that it is computed where it is answered."""
-        if self._decode.is_hung(lender):
-            return None
+    async def _borrow(self, upstream: Upstream, body: bytes, choice: Choice) -> Offer | None:
+        """What an instance lends of this prompt, if it does soon; without that it is computed where it is answered.
+
+        One that is too busy to lend is not taken for one that hangs: that it is busy is why it is asked."""
+        lender, first = choice.lender, choice.places[0]
+        assert lender is not None
+        question = Question("POST", LEND_PATH, body, _LEND_SECONDS)
         try:
-            async with self._decode.asked(upstream, lender, Question("POST", LEND_PATH, body, _LEND_SECONDS)) as answer:
-                text = await answer.body()
-                offer = _offer(lender, json.loads(text)) if answer.response.status == 200 else None
+            with self._decode.loaded((lender, choice.load_of(lender)), (first, choice.load_of(first))):
+                async with upstream.ask(lender, question) as answer:
+                    text = await answer.body()
+                    offer = _offer(lender, json.loads(text)) if answer.response.status == 200 else None
         except (OSError, ValueError, LookupError, TypeError) as error:
             logger.warning("event=not_lent at=%s:%d error=%r", *lender, error)
             return None

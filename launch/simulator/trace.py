@@ -34,8 +34,8 @@ class _Line(msgspec.Struct):
     timestamp: float
     input_length: int
     hash_ids: list[int]
-    session_id: int | str | None = None
-    output_length: int = 0
+    session_id: Any = None
+    output_length: Any = 0
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,10 @@ def read_trace(path: Path, trace_block_size: int, block_size: int, skip_bad: boo
 
 
 def _hint_of(line: _Line) -> SessionHint:
-    session = session_number("", str(line.session_id)) if line.session_id is not None else 0
-    return SessionHint(session=session, going=0, tool=0, num_answer_tokens=max(0, line.output_length))
+    session, length = line.session_id, line.output_length  # hints: what is none says nothing
+    is_length = isinstance(length, int | float) and 0 <= length < 2**32
+    number = session_number("", str(session)) if isinstance(session, int | str) else 0
+    return SessionHint(session=number, going=0, tool=0, num_answer_tokens=int(length) if is_length else 0)
 
 
 def _cut(ids: np.ndarray[Any, np.dtype[np.int64]], parts: int, num_full: int) -> Int32Array:

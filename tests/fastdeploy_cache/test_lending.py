@@ -104,6 +104,21 @@ def test_what_is_computed_sooner_is_not_borrowed() -> None:
     pair.b.finish()
 
 
+def test_what_is_never_loaded_is_not_borrowed() -> None:
+    """`load_policy` "never" is said as the reason."""
+    pair = SimulatedPair(load_policy="never")
+    pair.a.serve_and_copy(TEXT)
+    asked = Request(request_id="b", prompt_token_ids=[*TEXT, *BEHIND])
+    _, send = lent(pair, [*TEXT, *BEHIND])
+    with pytest.raises(PeerRefusedError, match="load_policy is 'never'"):
+        pair.b.cache.peers.receive(asked, send.offer, is_lent=True)
+    pair.a.cache.peers.cancel_send(send)
+    for _ in range(3):
+        pair.go_on()
+    pair.a.finish()
+    pair.b.finish()
+
+
 def test_only_what_is_lent_tells_how_fast_a_link_is(pair: SimulatedPair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of an offer that is computed meanwhile is that of computing it."""
     pair.a.serve_and_copy(TEXT)

@@ -74,6 +74,70 @@ def test_what_only_a_session_had_is_free_when_it_is_released(cache: PrefixCacheM
         cache.sessions.release_session("a")
 
 
+@pytest.mark.parametrize("order", [("short", "long"), ("long", "short")])
+def test_what_another_session_has_stays(cache: PrefixCacheManager, order: tuple[str, str]) -> None:
+    """One prompt is the beginning of the other's, or the same: what both have used is nobody's own, and plain requests
+    count as others, too."""
+    prompts = {"short": tokens(1, 3), "long": tokens(1, 6)}
+    for name in order:
+        serve(cache, prompts[name], name)
+    assert cache.sessions.release_session("short") == 0
+    cache.sessions.release_session("long")
+    assert found(cache, prompts["long"])[0] >= 3 * SIZE
+    for name in ("x", "y"):
+        serve(cache, tokens(2), name)
+    assert cache.sessions.demote("x") == 0 and cache.sessions.release_session("y") == 0
+    assert found(cache, tokens(2)) == (4 * SIZE, 0)
+    serve(cache, tokens(3), "z")
+    serve(cache, tokens(3))
+    assert cache.sessions.release_session("z") == 0
+    serve(cache, tokens(4))
+    serve(cache, tokens(4), "z")
+    assert cache.sessions.release_session("z") == 0
+    assert found(cache, tokens(4)) == (4 * SIZE, 0)
+
+
+def test_the_part_behind_what_others_have_goes(cache: PrefixCacheManager) -> None:
+    """Another session used only the beginning: the rest is the first one's own."""
+    serve(cache, tokens(1, 6), "long")
+    serve(cache, tokens(1, 2), "short")
+    assert cache.sessions.release_session("long") == 4
+    assert found(cache, tokens(1, 6)) == (2 * SIZE, 0)
+
+
+def test_turns_of_a_session_are_its_own(cache: PrefixCacheManager) -> None:
+    """A conversation that grows, turn by turn, goes whole; a shorter request beside it does not hide its length."""
+    for num_blocks in (2, 4, 7):
+        serve(cache, tokens(1, num_blocks), "a")
+    serve(cache, tokens(1, 2), "a")
+    assert cache.sessions.release_session("a") == 7
+
+
+def test_images_belong_to_the_prefix(cache: PrefixCacheManager) -> None:
+    """What is retained of a session with an image is that prompt, and not the same tokens without it."""
+    for name, images in (("picture", [(4, 4, "cat")]), ("text", [])):
+        request = Request(request_id=name, prompt_token_ids=tokens(1), session_id=name, images=images)
+        match = cache.match(request)
+        cache.allocate(request, 4 - len(match.block_ids))
+        cache.commit(request, request.num_tokens)
+        cache.release(request)
+    assert cache.sessions.retain("picture", 60).num_blocks == 4
+    assert cache.sessions.release_session("text") == 3  # the first block is the picture's, too
+    assert cache.sessions.release_session("picture") == 0
+
+
+def test_a_session_that_fills_the_pool_comes_back() -> None:
+    """All but its last block, which a match leaves to compute."""
+    with cache_of(num_gpu_blocks=8) as cache:
+        serve(cache, tokens(1, 8), "a")
+        cache.sessions.demote("a")
+        cache.wait_for_transfers(10)
+        assert found(cache, tokens(1, 8)[: 7 * SIZE]) == (0, 7 * SIZE)
+        cache.sessions.prefetch("a")
+        cache.wait_for_transfers(10)
+        assert found(cache, tokens(1, 8)[: 7 * SIZE]) == (7 * SIZE, 0)
+
+
 def test_an_old_branch_goes_up_to_where_it_is_of_use(cache: PrefixCacheManager) -> None:
     """Behind the tokens that are still wanted, rounded up to whole blocks; by tokens or by session."""
     prompt = tokens(1, 6)
@@ -181,6 +245,10 @@ def test_what_is_no_hint_is_refused(cache: PrefixCacheManager) -> None:
     for wrong in (-1, 1.5, True, "3"):
         with pytest.raises(RequestError, match="num_tokens is"):
             cache.sessions.supersede("a", wrong)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="use supersede with token ids"):
+        cache.sessions.release_session([1, 2])  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="namespace of request"):
+        cache.sessions.demote("a", namespace=[])  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="session_id of request"):
         Request(request_id="r", prompt_token_ids=[1], session_id=3)  # type: ignore[arg-type]
     assert found(cache, tokens(1)) == (4 * SIZE, 0)
@@ -190,13 +258,20 @@ def test_a_closed_cache_knows_no_session() -> None:
     """Every hint says so."""
     with cache_of() as cache:
         serve(cache, tokens(1), "a")
-    with pytest.raises(ClosedError):
-        cache.sessions.release_session("a")
+    for hint in (
+        lambda: cache.sessions.release_session("a"),
+        lambda: cache.sessions.retain(tokens(1), 5),
+        lambda: cache.sessions.supersede(tokens(1), 0),
+        lambda: cache.sessions.demote("a"),
+        lambda: cache.sessions.prefetch(tokens(1)),
+    ):
+        with pytest.raises(ClosedError):
+            hint()
 
 
 def test_many_sessions_take_bounded_room() -> None:
     """Those that asked last are remembered, by number and by bytes; a huge one is not, and pushes nobody out."""
-    remembered = RememberedSessions(max_bytes=4000, max_sessions=100)
+    remembered = RememberedSessions(max_bytes=4040, max_sessions=100)
     for number in range(1000):
         remembered.note(Request(request_id="r", prompt_token_ids=[1] * 5, session_id=str(number)))
     assert len(remembered) == 100
@@ -204,7 +279,7 @@ def test_many_sessions_take_bounded_room() -> None:
     for number in range(50):
         remembered.note(Request(request_id="r", prompt_token_ids=[1] * 100, session_id=str(number)))
     assert len(remembered) == 10
-    remembered.note(Request(request_id="r", prompt_token_ids=[1] * 1001, session_id="huge"))
+    remembered.note(Request(request_id="r", prompt_token_ids=[1] * 1020, session_id="huge"))
     assert remembered.find("", "huge") is None and len(remembered) == 10
     growing = Request(request_id="r", prompt_token_ids=[1] * 100, session_id="growing")
     remembered.note(growing)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -88,6 +90,24 @@ def test_an_offer_that_nobody_takes_is_given_up(three: Three) -> None:
     offered = ask(three.ports[0], LEND, cache_salt="given up")[1]
     assert ask(three.ports[0], f"{PREFILL}/{offered['offer_id']}", "DELETE")[0] == 200
     assert ask(three.ports[0], LEND, cache_salt="given up")[1]["num_blocks"] == NUM_FULL // 4
+
+
+def test_who_asks_and_goes_holds_nothing(three: Three) -> None:
+    """Clients that hang up before the answer, or with it: no loan of theirs stays open, and the next one is made."""
+    salt = {"cache_salt": "gone"}
+    ask(three.ports[0], COMPLETION, **salt)
+    body = json.dumps({"prompt": PROMPT, **salt})
+    head = f"POST {LEND} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
+    for _ in range(40):  # more than half of `max_transfers`, which one client may have
+        with socket.create_connection(("127.0.0.1", three.ports[0]), timeout=SECONDS) as connection:
+            connection.sendall((head + body).encode())
+    sends, deadline = three.made[0].cache.peers.road.sends, threading.Event()
+    for _ in range(int(SECONDS * 50)):
+        if not len(sends):
+            break
+        deadline.wait(0.02)
+    assert not len(sends)
+    assert ask(three.ports[0], LEND, **salt)[1]["num_blocks"] == NUM_FULL // 4
 
 
 @pytest.mark.parametrize("what", ["offer given up", "another prompt", "its own"])

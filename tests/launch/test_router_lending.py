@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 
 from fastdeploy_cache.events import PrefixFound
 from fastdeploy_cache.launch.server.choice import Chooser, Costs
-from fastdeploy_cache.launch.server.instances import Instances
+from fastdeploy_cache.launch.server.instances import Instances, Load
 from fastdeploy_cache.launch.server.prefix_lookup import PromptKnown
 from tests.rigs.event_rig import publishing
 from tests.rigs.prefix_router import FIRST, PLACES, URLS, Pair, chat, lookup_of, pair_of, said
@@ -85,16 +87,38 @@ def test_what_was_lent_for_nothing_is_given_up() -> None:
 
 
 @pytest.mark.processes
-def test_with_a_prefill_instance_nobody_lends() -> None:
-    """It computes the prompt, or has it: its offer is the one that goes."""
-    prefill, lender = Instance(offers), Instance(answers)
+@pytest.mark.parametrize("prefills", [offers, refuses])
+def test_with_a_prefill_instance_nobody_lends(prefills: Callable[[_Handler], None]) -> None:
+    """It computes the prompt, or has it: its offer is the one that goes, and without one the prompt is computed."""
+    prefill, lender = Instance(prefills), Instance(answers)
     with publishing() as cache:
         lookup = lookup_of({lender.url: cache})
         with routed([prefill], [lender], chooser=Chooser(lookup, COSTS)) as router:
             Pair([lender], [cache], router, lookup).hold(0, FIRST)
             said(router, {**chat(FIRST), "kv_is_lent": True})
         lookup.close()
-    assert "kv_is_lent" not in lender.asked[-1] and "kv_offer" in lender.asked[-1]
+    assert "kv_is_lent" not in lender.asked[-1] and ("kv_offer" in lender.asked[-1]) == (prefills is offers)
+
+
+@pytest.mark.processes
+def test_a_loan_is_for_one_instance_alone(nobody: str) -> None:
+    """Who should have borrowed is not there: the lender answers by itself, without its own offer, which is given up."""
+    with ExitStack() as stack:
+        lender = Instance(lends)
+        caches = {lender.url: stack.enter_context(publishing()), nobody: stack.enter_context(publishing())}
+        lookup = lookup_of(caches)
+        stack.callback(lookup.close)
+        router = stack.enter_context(routed([], [lender, nobody], chooser=Chooser(lookup, COSTS)))
+        pair = Pair([lender], [*caches.values()], router, lookup)
+        pair.hold(0, FIRST)
+        waiting = keep_busy(pair, lender)
+        third = threading.Thread(target=said, args=(router, chat(FIRST)))
+        lender.is_held.clear()
+        third.start()
+        assert lender.is_held.wait(SECONDS), "it is asked for the answer, too"
+        let_go(lender, [*waiting, third])
+        assert lender.is_given_up.wait(SECONDS)
+    assert not any("kv_offer" in each or "kv_is_lent" in each for each in lender.asked)
 
 
 def test_lending_is_weighed() -> None:
@@ -102,10 +126,30 @@ def test_lending_is_weighed() -> None:
     found = {PLACES[0]: PrefixFound(num_tokens=1000, num_gpu_tokens=1000)}
     costs, chooser, instances = COSTS, Chooser(None, COSTS), Instances(URLS)
     prompt = PromptKnown(1100, found)
-    assert costs.of(prompt, PLACES[0]) == 100
-    assert costs.of(prompt, PLACES[1]) == pytest.approx(100 + 50 + 16)
-    assert costs.lender_of(prompt, PLACES[1]) == PLACES[0] and costs.lender_of(prompt, PLACES[0]) is None
-    assert Costs().of(prompt, PLACES[1]) == 1100 and Costs().lender_of(prompt, PLACES[1]) is None
+    assert costs.of(prompt, PLACES[0], PLACES) == 100
+    assert costs.of(prompt, PLACES[1], PLACES) == pytest.approx(100 + 50 + 16)
+    assert costs.lender_of(prompt, PLACES[1], PLACES) == PLACES[0]
+    assert costs.lender_of(prompt, PLACES[0], PLACES) is None
+    assert Costs().of(prompt, PLACES[1], PLACES) == 1100 and Costs().lender_of(prompt, PLACES[1], PLACES) is None
     few = PromptKnown(1100, {PLACES[0]: PrefixFound(num_tokens=16, num_gpu_tokens=16)})
-    assert costs.lender_of(few, PLACES[1]) is None and costs.of(few, PLACES[1]) == 1100
-    assert chooser.choose(instances, prompt).lender is None, "who has it all is asked first"
+    assert costs.lender_of(few, PLACES[1], PLACES) is None and costs.of(few, PLACES[1], PLACES) == 1100
+    several = PromptKnown(1100, found, 2)
+    assert costs.lender_of(several, PLACES[1], PLACES) is None, "an offer is of one prompt"
+    assert chooser.choose(instances, prompt, may_lend=True).lender is None, "who has it all is asked first"
+
+
+def test_who_hangs_or_has_another_role_lends_nothing() -> None:
+    """A hung instance is no lender, another one that has less is; and without leave nobody is."""
+    instances, chooser = Instances(URLS), Chooser(None, COSTS)
+    found = {
+        place: PrefixFound(num_tokens=n, num_gpu_tokens=n) for place, n in zip(PLACES, (1000, 0, 900), strict=True)
+    }
+    prompt = PromptKnown(1000, found)
+    instances._note_hung(PLACES[0])
+    with instances.loaded((PLACES[2], Load(0.0, 300.0))):
+        choice = chooser.choose(instances, prompt, may_lend=True)
+        assert (choice.places[0], choice.lender) == (PLACES[1], PLACES[2])
+        assert choice.load_of(PLACES[1]).tokens == 1016, "what it costs where the loan does not come"
+        assert chooser.choose(instances, prompt).lender is None
+        assert chooser.choose(instances, prompt).places[0] == PLACES[2]
+    assert instances.load(PLACES[2]) == 0

@@ -161,7 +161,9 @@ def test_a_load_shrinks_when_the_prompt_is_computed() -> None:
     assert load.tokens == 16.0
 
 
-@pytest.mark.parametrize("text", ["", "http://127.0.0.1:1", "http://127.0.0.1:1,", "a,b,c,d", "ftp://a:1,tcp://b:2"])
+@pytest.mark.parametrize(
+    "text", ["", "http://127.0.0.1:1", "http://127.0.0.1:1,", "a,b,c,d", "ftp://a:1,tcp://b:2", "http://[::1,tcp://b:2"]
+)
 def test_an_option_that_says_nothing(text: str) -> None:
     """It is refused before anything is started."""
     with pytest.raises(LaunchError):

@@ -19,6 +19,7 @@ from fastdeploy_cache.request import Request
 logger = event_log(__name__)
 
 _VERSION = "1"
+_MOST_SECONDS = 3600.0
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
@@ -52,7 +53,7 @@ class _Session(_Action, kw_only=True):
 class _Retain(_Action, kw_only=True):
     """Keep a session, or the prefix of this request."""
 
-    seconds: float
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=_MOST_SECONDS)]  # pins are few, and anybody may ask for one
     session_id: _Name | None = None
 
     def apply(self, request: Request, sessions: HintTaker) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ControlError
 from fastdeploy_cache.insight.insight import Insight
 from fastdeploy_cache.insight.seen import Seen
+from fastdeploy_cache.request import Image
 
 if TYPE_CHECKING:
     from fastdeploy_cache.insight.control.messages import HintVerbs, LifeVerbs, Subject
@@ -106,9 +107,12 @@ class Control:
 
     # -- actions
 
-    def pin(self, prefix: str | TokenIds, seconds: float, *, namespace: str = "") -> PinView:
+    def pin(
+        self, prefix: str | TokenIds, seconds: float, *, namespace: str = "", images: Sequence[Image] = ()
+    ) -> PinView:
         """Keep a prefix in its tiers for so many seconds: the one of a name that `cache.insight` shows, or what is
-        cached of these token ids. Pinned once more, it stays from now on for the seconds given now.
+        cached of these token ids, with `images` as a request has them. Pinned once more, it stays from now on for the
+        seconds given now.
 
         A reset, sleep and the loss of KV arrays end pins. There are at most 64, and together they have at most
         `insight.max_pinned_share` of the GPU's blocks.
@@ -125,7 +129,7 @@ class Control:
         pins = self._some_pins()
         if isinstance(prefix, str):
             return pins.pin_named(prefix, seconds)
-        return pins.pin_tokens(prefix, namespace, seconds)
+        return pins.pin_tokens(prefix, namespace, seconds, images)
 
     def unpin(self, name: str) -> int:
         """End the pin of that name; returns how many blocks it kept. Raises `ControlError`: there is none."""

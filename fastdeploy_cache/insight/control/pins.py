@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
@@ -17,7 +17,7 @@ from fastdeploy_cache.errors import ControlError
 from fastdeploy_cache.insight.looks.pieces import hash_in_pieces, is_cached, run_in_turns, runs_in
 from fastdeploy_cache.ipc.clock import Alarm
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.request import Request
+from fastdeploy_cache.request import Image, Request
 
 logger = event_log(__name__)
 
@@ -66,9 +66,9 @@ class Pins:
             raise ControlError(f"no prefix {name!r} is cached now; `top` and `tree` show the names of those that are")
         return found[0]
 
-    def pin_tokens(self, tokens: TokenIds, namespace: str, seconds: float) -> PinView:
+    def pin_tokens(self, tokens: TokenIds, namespace: str, seconds: float, images: Sequence[Image] = ()) -> PinView:
         """Pin the longest cached prefix of these tokens. Raises as `pin_named`."""
-        keys = Request(request_id="pin", prompt_token_ids=tokens, namespace=namespace).keys(self._size)
+        keys = Request(request_id="pin", prompt_token_ids=tokens, namespace=namespace, images=images).keys(self._size)
         books, found = self._books, list[PinView]()
 
         def steps() -> Iterator[None]:

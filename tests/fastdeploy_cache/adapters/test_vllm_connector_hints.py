@@ -121,7 +121,6 @@ def test_a_session_of_the_connector_is_released(monkeypatch: pytest.MonkeyPatch)
     prompt = list(range(8 * SIZE))
     half.hints = envelope(("session", {"session_id": "a"}))
     half.serve(prompt, [1])
-    half.hints = None
     assert half.serve([*prompt, 5], [1]) == 8 * SIZE
     before = half.half.cache.stats().cpu.num_free
     half.hints = envelope(("release_session", {"session_id": "a"}))
