@@ -96,17 +96,18 @@ def test_who_asks_and_goes_holds_nothing(three: Three) -> None:
     """Clients that hang up before the answer, or with it: no loan of theirs stays open, and the next one is made."""
     salt = {"cache_salt": "gone"}
     ask(three.ports[0], COMPLETION, **salt)
+    sends, deadline = three.made[0].cache.peers.road.sends, threading.Event()
+    num_before = len(sends)  # of other tests, whose loans nobody has read
     body = json.dumps({"prompt": PROMPT, **salt})
     head = f"POST {LEND} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
     for _ in range(40):  # more than half of `max_transfers`, which one client may have
         with socket.create_connection(("127.0.0.1", three.ports[0]), timeout=SECONDS) as connection:
             connection.sendall((head + body).encode())
-    sends, deadline = three.made[0].cache.peers.road.sends, threading.Event()
     for _ in range(int(SECONDS * 50)):
-        if not len(sends):
+        if len(sends) <= num_before:
             break
         deadline.wait(0.02)
-    assert not len(sends)
+    assert len(sends) <= num_before
     assert ask(three.ports[0], LEND, **salt)[1]["num_blocks"] == NUM_FULL // 4
 
 
