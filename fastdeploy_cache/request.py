@@ -189,8 +189,9 @@ class Request:
         )
 
     def take_session_hint(self, hint: SessionHint | None) -> None:
-        """Say what another request has said: for replays, which know no names."""
+        """Say what another request has said: for replays, which know no names. Its session is called by its number."""
         self._session_hint = hint
+        self.session_id = f"{hint.session:x}" if hint is not None and hint.session else ""
 
     def token_ids(self, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Its tokens [start, end), prompt and output: not to be written. What lies beyond its end is left out.
