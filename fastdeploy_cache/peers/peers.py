@@ -16,7 +16,7 @@ from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.absent import NoRoad
 from fastdeploy_cache.peers.transfers import OTHERS, Receive, Send
-from fastdeploy_cache.request import Request
+from fastdeploy_cache.request import Request, no_request
 from fastdeploy_cache.requests.active_request import ActiveRequest, Committed
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.storage.access import StorageAccess
@@ -185,6 +185,8 @@ class Peers:
             OutOfBlocksError: no room now; the offer stays good until its own deadline.
             RequestError: it is matched or being received already.
         """
+        if not isinstance(request, Request):
+            raise no_request(request)
         opened = self._open_offer(offer)
         try:
             keys = request.keys(self._config.block_size)
