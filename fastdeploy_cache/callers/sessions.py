@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from fastdeploy_cache.books.books import Books
@@ -25,6 +26,7 @@ logger = event_log(__name__)
 
 MAX_LEAVING = 256  # prefixes whose copies are on their way
 MAX_FETCHING = 64  # prefixes that are being fetched from storage
+_TRIES = 2  # to end what is our own
 Prefix = str | TokenIds  # the id of a session, or token ids
 
 
@@ -40,6 +42,8 @@ class SessionVerbs(Protocol):
 class KeptPrefix(Protocol):
     """See `PinView`."""
 
+    @property
+    def name(self) -> str: ...
     @property
     def num_tokens(self) -> int: ...
     @property
@@ -76,17 +80,23 @@ class Sessions:
         self._remembered = RememberedSessions()  # under the lock
         self._leaving: dict[int, Request] = {}  # by identity, under the lock: one that is asked for again is the same
         self._fetching: deque[tuple[Request, Prefetch]] = deque()  # under the lock
+        self._over: deque[tuple[Callable[[Request], None], Request]] = deque()  # what has to be called still
         self._numbers = itertools.count(1)
         self.pinning: Pinning | None = None  # what `retain` pins with
         books.listen(TaskEnded, self._on_task_ended)
 
     def ended(self, request: Request) -> None:
-        """A request that names a session is over. A turn of its own."""
-        with self._books:
-            if request.session_ended:
-                self._remembered.forget(request.namespace, request.session_id)
-            else:
-                self._remembered.note(request)
+        """A request that names a session is over. A turn of its own; its release has happened, whatever comes here."""
+        try:
+            with self._books:
+                if request.session_ended:
+                    self._remembered.forget(request.namespace, request.session_id)
+                else:
+                    self._remembered.note(request)
+        except MemoryError:  # to compare its tokens with those of the session's last request
+            self._books.mishaps.note("policy")
+        if self._over:
+            self._end_over()
 
     # -- the hints
 
@@ -175,15 +185,22 @@ class Sessions:
             images=asked.images,
             match_inside_images=asked.match_inside_images,
         )
+        if self._over:
+            self._end_over()
         request.counted = request.used = True  # no request of anybody's: neither hit rates nor policies hear of it
         found = self._verbs.prefetch(request)
         if tier == "cpu":
             self._note_fetching(request, found)
             return found
         try:
-            self._load(request)
-        except CacheError:
-            self._verbs.end_prefetch(request)
+            match = self._verbs.match(request)
+        except BaseException:
+            self._end(self._verbs.end_prefetch, request)
+            raise
+        try:
+            match.on_ready(lambda: self._end(self._verbs.release, request))
+        except BaseException:  # nobody would be called
+            self._end(self._verbs.release, request)
             raise
         return found
 
@@ -212,16 +229,25 @@ class Sessions:
         keys, num_blocks = asked.keys(self._size), asked.num_tokens // self._size
         return self._books.tree.find(asked.namespace, keys, num_blocks)
 
-    def _load(self, request: Request) -> None:
-        match = self._verbs.match(request)
-
-        def let_go() -> None:
+    def _end(self, verb: Callable[[Request], None], request: Request) -> None:
+        """Release a request of our own, or end its prefetch: nobody else would. A verb that fails for want of memory
+        has given back what it had taken, so it is called again at once, and after that with the next one to end."""
+        for _ in range(_TRIES):
             try:
-                self._verbs.release(request)
+                verb(request)
+                return
             except CacheError as error:  # the cache is closed, or was reset
-                logger.info("event=prefetch_not_released error=%r", error)
+                logger.info("event=prefetch_not_ended error=%r", error)
+                return
+            except MemoryError:
+                self._books.mishaps.note("prefetch")
+        self._over.append((verb, request))
 
-        match.on_ready(let_go)
+    def _end_over(self) -> None:
+        """Those of which that has failed. Threads beside each other take different ones."""
+        for _ in range(len(self._over)):
+            with contextlib.suppress(IndexError):
+                self._end(*self._over.popleft())
 
     def _note_fetching(self, request: Request, found: Prefetch) -> None:
         """Fetches end by themselves; what is known of them is given up when others follow."""
@@ -233,7 +259,7 @@ class Sessions:
                 self._fetching.remove(each)
             self._fetching.append((request, found))
         for ended, _ in over:
-            self._verbs.end_prefetch(ended)
+            self._end(self._verbs.end_prefetch, ended)
 
     def _on_task_ended(self, ended: TaskEnded) -> None:
         """A copy down has ended: what waits for one may leave the GPU."""

@@ -72,7 +72,7 @@ def _shown(console: Console, wanted: SimulateFaultsOptions, names: tuple[str, ..
     seconds = wanted.minutes * 60
     with progress_on(console, is_transient=True) as bar:
         task = bar.add_task("seconds", total=int(seconds))
-        for so_far in search(fault_names=names, first_seed=wanted.seed):
+        for so_far in search(fault_names=names, first_seed=wanted.seed, has_agents=wanted.agents):
             what = f"{so_far.num_steps:,} steps, {counted(len(so_far.found), 'finding')}; seconds"
             bar.update(task, completed=min(int(so_far.seconds), int(seconds)), description=what)
             yield so_far

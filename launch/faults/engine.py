@@ -331,7 +331,8 @@ class StoryEngine:
         stats = cache.stats()
         is_handing_over = stats.num_open_sends or stats.num_open_receives
         is_copying = stats.num_transfers_in_flight or (stats.cpu is not None and stats.cpu.num_in_flight)
-        return not is_copying and not is_handing_over and cache.storage.is_idle
+        has_own = stats.num_requests > 0  # every user has left: what a hint brings is on its way
+        return not is_copying and not is_handing_over and not has_own and cache.storage.is_idle
 
     def _check_home(self) -> None:
         """Processes, threads and descriptors; a thread that had no processor for a while may come later."""

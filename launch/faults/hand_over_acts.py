@@ -96,9 +96,13 @@ class HandOverActs:
             self._user.call("cancel_send", lambda: peers.cancel_send(send))
             return None
         try:
-            return self._user.call("offer", lambda: peers.offer(request))
+            if not (self._engine.settings.agents and len(request.request_id) % 2):
+                return self._user.call("offer", lambda: peers.offer(request))
+            loan = self._user.call("lend", lambda: peers.lend(request))
         except (PeerError, RequestError):
             return None
+        self._engine.seen["lent"] += 1
+        return loan
 
     def _take_back(self, prompt: Any) -> None:
         """The client has gone away while others may be reading; its blocks are the next one's."""

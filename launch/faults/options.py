@@ -33,6 +33,9 @@ class SimulateFaultsOptions:
     faults: Annotated[list[str], typer.Option(help="Only these, separated by commas; all of them without it.")] = field(
         default_factory=list
     )
+    agents: Annotated[
+        bool, typer.Option("--agents", help="Agents give hints between all acts, and engines lend what they have.")
+    ] = False
     story: Annotated[
         Path | None, typer.Option(help="Run one story again, as --json has written it, to its end, and nothing else.")
     ] = None

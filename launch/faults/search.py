@@ -63,11 +63,15 @@ def search(
     watches: Sequence[NewWatch] = (),
     fault_names: Sequence[str] = ALL_FAULTS,
     first_seed: int = 0,
+    has_agents: bool = False,
 ) -> Iterator[Search]:
-    """Run one story after the other; yields what has been seen up to then, after each."""
+    """Run one story after the other; yields what has been seen up to then, after each. `has_agents`: these give hints,
+    and engines lend."""
     so_far, started = Search(), SYSTEM_CLOCK.now()
     for seed in seeds if seeds is not None else itertools.count(first_seed):
         story = new_story(seed, tuple(fault_names))
+        if has_agents:
+            story = msgspec.structs.replace(story, settings=msgspec.structs.replace(story.settings, agents=True))
         outcome = run_story(story, watches)
         so_far.num_stories += 1
         so_far.num_steps += outcome.num_steps

@@ -62,6 +62,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     has_peers: bool = False  # engines hand blocks to each other
     num_units: tuple[_Number, ...] = ()  # of a hybrid model: slots of its state, and units of its window
     state_copy: bool = False  # its kernels write states in place
+    agents: bool = False  # who give hints; and engines lend what they have
     memory_error_share: _Share = 0.0  # all the time, as the fault does for a while
     outside_error_share: _Share = 0.0
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from fastdeploy_cache import Match, PrefixCacheManager, Request
 from fastdeploy_cache.errors import ClosedError, CommitError, LifeCycleError, OutOfBlocksError, PromptTooLongError
+from fastdeploy_cache.launch.faults.agent import Agent
 from fastdeploy_cache.launch.faults.caller_acts import CallerActs
 from fastdeploy_cache.launch.faults.hand_over_acts import HandOverActs
 from fastdeploy_cache.launch.faults.kept import kept_of
@@ -56,6 +57,7 @@ class StoryUser:
         self.own: set[int] = set()  # blocks that are no request's
         self.verb = "idle"
         self._num_asked = 0
+        self._agent = Agent(self, TEXTS) if engine.settings.agents else None
         self._acts: Mapping[str, Callable[[Act], None]] = {
             "admit": self.admit, "advance": self.advance, "look": self._commit_too_much, "end": self.end,
             "drop": self._drop, **WholeActs(self).acts, **CallerActs(self).acts, **HandOverActs(self).acts,
@@ -73,6 +75,8 @@ class StoryUser:
             try:
                 self._drop_what_is_void()
                 self._acts[act.verb](act)
+                if self._agent is not None:
+                    self._agent.speak(act)
             except ClosedError:  # another user has closed it, or this one
                 return
             except GivenUpError:
@@ -87,6 +91,8 @@ class StoryUser:
         """Let everything go."""
         while self.running:
             self.leave(self.running[-1])
+        if self._agent is not None:
+            self._agent.let_go()
 
     def call(self, verb: str, call: Callable[[], T], limit_seconds: float = 0.0, of: Request | None = None) -> T:
         """Call a verb, which has to come back in time; one that is refused leaves the request that it is `of` as it
@@ -202,6 +208,8 @@ class StoryUser:
         self._num_asked += 1
         name = f"e{engine.number}u{self.number}n{engine.num_lives}r{self._num_asked}"
         request = Request(request_id=name, prompt_token_ids=tokens, namespace=namespace)
+        if self._agent is not None:
+            self._agent.name(request, self._num_asked)
         space = f"{engine.weights_id}|{namespace}"
         return Prompt(request, tokens, namespace, space, self.cache.blocks.generation)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.launch.faults.search import Search, as_test, run_story, search
-from fastdeploy_cache.launch.faults.stage import Watch
 from tests.rigs.fault_watches import mirrored
 from tests.rigs.kept_stories import KeptStory, kept_stories
 
@@ -21,22 +18,31 @@ _MOST_SEED = 2**40
 _ONCE_FOUND = kept_stories(Path(__file__).with_name("once_found.jsonl"))
 
 
-def seen(first_seed: int, num_steps: int, watches: tuple[Callable[[PrefixCacheManager], Watch], ...]) -> Search:
-    """A search up to so many steps, or to the first finding."""
-    for so_far in search(first_seed=first_seed, watches=watches):
-        if so_far.num_steps >= num_steps or so_far.found:
+def nothing_found(num_steps: int, *, has_agents: bool = False) -> Search:
+    """A search from a seed that is drawn, for so many steps or more, so that each run looks where none has looked. A
+    finding is printed as a story."""
+    seed = int.from_bytes(os.urandom(5), "little") % _MOST_SEED
+    for so_far in search(first_seed=seed, watches=(mirrored,), has_agents=has_agents):
+        for found in so_far.found:
+            what = f"{found.finding.kind}: {found.finding.text}\n{found.finding.trace}"
+            raise AssertionError(f"{what}\n{as_test(found)}")
+        if so_far.num_steps >= num_steps and (so_far.counts["lent"] or not has_agents):
             return so_far
     raise AssertionError("a search never ends by itself")
 
 
 def test_new_stories() -> None:
-    """From a seed that is drawn: each run looks where none has looked before. A finding is printed as a story."""
-    seed = int.from_bytes(os.urandom(5), "little") % _MOST_SEED
-    so_far = seen(seed, _NUM_STEPS, (mirrored,))
-    for found in so_far.found:
-        raise AssertionError(f"{found.finding.kind}: {found.finding.text}\n{found.finding.trace}\n{as_test(found)}")
+    """Whatever users, ranks and faults do."""
+    so_far = nothing_found(_NUM_STEPS)
     assert so_far.counts["blocks compared"] > so_far.num_steps / 1000, "steps that are empty show nothing"
     assert so_far.counts["checks"] >= so_far.num_stories
+
+
+def test_agents_and_loans() -> None:
+    """The same where agents give hints between all acts, and engines lend what they have: until one has."""
+    so_far = nothing_found(_NUM_STEPS // 2, has_agents=True)
+    for hint in ("retain", "supersede", "demote", "prefetch hint", "release_session"):
+        assert so_far.counts[f"hint: {hint}"] > 0, hint
 
 
 @pytest.mark.parametrize("kept", _ONCE_FOUND, ids=[str(kept.seed) for kept in _ONCE_FOUND])
