@@ -7,6 +7,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
@@ -82,10 +83,11 @@ def test_tokens_pin_what_is_cached_of_them(asker: Asker) -> None:
 
 
 def test_a_pin_ends_at_its_time(asker: Asker) -> None:
-    """By a timer of its own; pinned again before that, it stays for the longer time."""
+    """By a timer of its own; pinned again before that, it stays for the longer time. NumPy's numbers are numbers."""
     control = asker.cache.control
     (hot,) = asker.cache.insight.top()
     control.pin(hot.name, 0.01)
+    assert type(control.pin(hot.name, np.int64(9)).seconds_left) is float
     control.pin(hot.name, 1000)
     (pin,) = control.pins()
     assert 900 < pin.seconds_left <= 1000
@@ -107,7 +109,7 @@ def test_pins_are_bounded(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("fastdeploy_cache.insight.control.pins.MAX_PINS", 1)
     with pytest.raises(ControlError, match="there are 1 pins already"):
         control.pin([50, 51, 52, 53], 10)
-    for seconds in (0, -1, 1e9, float("nan"), True):
+    for seconds in (0, -1, 1e9, float("nan"), True, np.int64(0), np.float32("nan")):
         with pytest.raises(ControlError, match="use more than 0"):
             control.pin(HOT, seconds)
     assert len(control.pins()) == 1 and asker.cache.stats().gpu.num_protected == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -124,12 +125,12 @@ class Control:
         """
         from fastdeploy_cache.insight.control.pins import MAX_PIN_SECONDS
 
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_PIN_SECONDS:
+        if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real) or not 0 < seconds <= MAX_PIN_SECONDS:
             raise ControlError(f"pin for {seconds!r} seconds; use more than 0, and {MAX_PIN_SECONDS:.0f} at most")
         pins = self._some_pins()
         if isinstance(prefix, str):
-            return pins.pin_named(prefix, seconds)
-        return pins.pin_tokens(prefix, namespace, seconds, images)
+            return pins.pin_named(prefix, float(seconds))
+        return pins.pin_tokens(prefix, namespace, float(seconds), images)
 
     def unpin(self, name: str) -> int:
         """End the pin of that name; returns how many blocks it kept. Raises `ControlError`: there is none."""
