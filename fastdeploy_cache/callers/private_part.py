@@ -26,15 +26,17 @@ def _private_runs(path: Sequence[Run], num_kept: int, session: int) -> Iterator[
 
 def forget(tree: PrefixTree, path: Sequence[Run], num_kept: int, session: int) -> int:
     """Free what of a path lies behind its first `num_kept` blocks, in all tiers, but for what requests and copies hold;
-    returns how many blocks."""
-    num_gone = 0
+    returns how many blocks. Of a hybrid model these are also blocks in front, behind which nobody can go on now."""
+    num_blocks, last = sum([run.num_blocks for run in path]), None
     for run, first in _private_runs(path, num_kept, session):
-        num_left, num_blocks = max(first, run.num_held), run.num_blocks
+        num_left, last = max(first, run.num_held), run.parent
         tree.residency.truncate(run, num_left, Loss.RESET)
-        num_gone += num_blocks - num_left
         if num_left:
+            last = run
             break
-    return num_gone
+    if last is not None and tree.residency.trim is not None:
+        tree.residency.trim(last, Loss.RESET)
+    return num_blocks - sum([run.num_blocks for run in path if run.parent is not None])
 
 
 def leave_gpu(tree: PrefixTree, path: Sequence[Run], session: int) -> tuple[int, bool]:

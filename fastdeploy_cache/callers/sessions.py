@@ -14,7 +14,7 @@ from fastdeploy_cache.books.tokens import PackedTokens, TokenIds, pack
 from fastdeploy_cache.callers.private_part import forget, leave_gpu
 from fastdeploy_cache.callers.remembered_sessions import RememberedSessions
 from fastdeploy_cache.config.cache import CacheConfig
-from fastdeploy_cache.errors import CacheError, PromptTooLongError, RequestError
+from fastdeploy_cache.errors import CacheError, ControlError, PromptTooLongError, RequestError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.block_mover import TaskEnded
 from fastdeploy_cache.movement.movement import Movement
@@ -130,13 +130,13 @@ class Sessions:
         blocks.
 
         Of a session that is what only its own requests have used; of token ids what no other prompt has parted from,
-        and no two sessions share. Raises `RequestError` as `retain`, and for a hybrid model.
+        and no two sessions share. Raises `RequestError` as `retain`.
         """
         if isinstance(num_tokens, bool) or whole_number(num_tokens, "num_tokens") < 0:
             raise RequestError(f"num_tokens is {num_tokens!r}; give how many tokens of the branch are still of use")
         asked = self._asked(prefix, namespace)
         with self._books:
-            self._books.check_uniform("sessions.supersede")
+            self._books.check_open()
             path, _ = self._find(asked)
             num_blocks = forget(self._books.tree, path, -(-int(num_tokens) // self._size), self._owner(prefix, asked))
         logger.info("event=superseded blocks=%d", num_blocks)
@@ -144,7 +144,8 @@ class Sessions:
 
     def demote(self, prefix: Prefix, *, namespace: str = "") -> int:
         """Move what only this prefix has from the GPU to the CPU tier, now. Returns how many blocks have left the GPU;
-        those that have to be copied first leave it when they have been. Raises `RequestError` as `supersede`."""
+        those that have to be copied first leave it when they have been. Raises `RequestError` as `supersede`, and for a
+        hybrid model."""
         asked = self._asked(prefix, namespace)
         with self._books:
             self._books.check_uniform("sessions.demote")
@@ -164,6 +165,7 @@ class Sessions:
 
         Raises:
             RequestError: as `retain`, or no such tier.
+            ControlError: no thread could be started now.
             PromptTooLongError: it can never fit.
         """
         if tier not in ("cpu", "gpu"):
@@ -199,8 +201,11 @@ class Sessions:
             raise
         try:
             match.on_ready(lambda: self._end(self._verbs.release, request))
-        except BaseException:  # nobody would be called
+        except BaseException as error:  # nobody would be called
             self._end(self._verbs.release, request)
+            if isinstance(error, RuntimeError):
+                why = f"what storage is late with is ended by a thread of its own, and {error}"
+                raise ControlError(f"nothing was prefetched: {why}") from error
             raise
         return found
 

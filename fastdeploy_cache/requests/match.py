@@ -149,7 +149,7 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
         It may call the cache, and must not block: all transfers wait for it. A `poll` in it is a look like any other:
         `allocate` counts by the last look of any thread. So hand the `Match` that it returned to whoever allocates, or
-        let that one look.
+        let that one look. Raises `RuntimeError` where storage has a deadline and no thread can be started to keep it.
         """
         self._loads.call_when_ready(callback)
 

@@ -136,8 +136,11 @@ class StorageReads:
                 self._end(prefetch)
 
     def stop(self) -> None:
-        """The store is being detached, or must be quiet: nobody waits for it any more."""
-        for prefetch in (*self._by_request.values(), *self._waiting):
+        """The store is being detached, or must be quiet: nobody waits for it any more. Nor does a match that follows
+        one of which pieces are on their way: with its last piece it would wait for room here, and another store's
+        reads would be asked to revoke it."""
+        flying = [*self._lookups.values(), *(piece.prefetch for piece in self._pieces.values())]
+        for prefetch in (*self._by_request.values(), *self._waiting, *flying):
             self.revoke(prefetch)
         self._by_request.clear()
 

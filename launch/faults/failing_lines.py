@@ -13,6 +13,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import fastdeploy_cache
+from fastdeploy_cache.books.leaves.guarded import GuardedPolicy
 from fastdeploy_cache.books.leaves.policy import EvictionPolicy, LeastRecentlyUsed
 from fastdeploy_cache.launch.faults.scheduler import Scheduler
 from fastdeploy_cache.launch.faults.trouble import Trouble
@@ -92,6 +93,13 @@ def _methods(protocol: type, kind: Any, beginning: str = "") -> Iterator[CodeTyp
             yield member.__code__
 
 
+def _is_instead(frame: FrameType | None) -> bool:
+    """Whether a policy that has failed is being replaced, further up."""
+    while frame is not None and frame.f_code is not GuardedPolicy.replace.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 class FailingLines:
     """Lets some of them fail, as `trouble` says, in threads of the product and in verbs that users call."""
 
@@ -125,9 +133,11 @@ class FailingLines:
         elif sys.gettrace() == self._called:
             sys.settrace(None)
 
-    def _fails(self, share: float, where: str) -> bool:
+    def _fails(self, share: float, where: str, frame: FrameType | None = None) -> bool:
         scheduler = self._scheduler
         if scheduler.num_steps < self._next_step or not self._trouble.fails(share, scheduler.chance):
+            return False
+        if _is_instead(frame):  # others have taken so many steps while this thread logged why
             return False
         is_outside = where.startswith("outside")
         self._next_step = scheduler.num_steps + (_STEPS_AFTER_OUTSIDE if is_outside else _STEPS_BETWEEN)
@@ -151,7 +161,7 @@ class FailingLines:
         if code.co_name not in _INLINED:  # it is called once more
             self._drawn.difference_update((code.co_filename, line) for line in growing)
         is_outside = is_outside and caller is not None and caller.f_code not in _outside()  # else it calls itself
-        if is_outside and self._fails(self._shares[1], f"outside error: {code.co_qualname}"):
+        if is_outside and self._fails(self._shares[1], f"outside error: {code.co_qualname}", frame):
             raise OutsideError(f"{code.co_qualname} failed")
         return self._in_line if growing else None
 

@@ -217,6 +217,8 @@ class Listeners:
         assert known_to(self._publisher.index) == expected, "events tell something else than the tree has"
         for listener in self._listeners:
             while listener.coming or not listener.follower.is_current:
+                if listener.follower.is_refused:  # there were too many snapshots; it asks again after a while
+                    listener.follower.on_silence()
                 listener.hear()
                 listener.ask()
                 listener.answer()

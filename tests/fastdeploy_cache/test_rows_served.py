@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+
 import pytest
 
+from fastdeploy_cache import Request
+from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from tests.rigs.float64_engine import Float64Engine, serve
 from tests.simulation.planting import Planted, Rewrite, in_place
@@ -50,6 +55,33 @@ def test_a_cpu_tier_that_is_short_of_pages() -> None:
     with engine.cache:
         assert serve(engine, 250, preempts=0.03) == 250
         assert engine.num_cpu_tokens > 100
+
+
+@pytest.mark.parametrize("num_cpu_blocks", [0, 160])
+def test_sessions_are_freed_beside_them(num_cpu_blocks: int) -> None:
+    """Agents free what only a session has, or a part of it, while requests run and copies are under way."""
+    engine = Float64Engine(
+        seed=5, num_gpu_blocks=64, num_gpu_units=(12, 28, 34), num_cpu_blocks=num_cpu_blocks, drafts=True
+    )
+    draw, new_request, num_freed = random.Random(1), engine.request_of, 0
+
+    def of_a_session(prompt: list[int]) -> Request:
+        request = new_request(prompt)
+        request.session_id = f"s{engine.num_requests % 5}"
+        return request
+
+    def free_some() -> None:
+        nonlocal num_freed
+        session, num_kept = f"s{draw.randrange(5)}", draw.choice([0, 0, 9, 17])
+        with contextlib.suppress(RequestError):  # nothing is known of it
+            num_freed += engine.cache.sessions.supersede(session, num_kept)
+            if draw.random() < 0.2:
+                num_freed += engine.cache.sessions.release_session(session)
+
+    engine.request_of, engine.disturb = of_a_session, free_some  # type: ignore[method-assign]
+    with engine.cache:
+        assert serve(engine, 150, preempts=0.03) == 150
+        assert num_freed > 100 and engine.num_hits > 75
 
 
 @pytest.mark.processes
