@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fastdeploy_cache.books.evicting import evict_tail
-from fastdeploy_cache.books.path import num_gpu
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU, GPU, Run
 from fastdeploy_cache.books.taps import Loss
@@ -50,6 +49,6 @@ def leave_gpu(tree: PrefixTree, path: Sequence[Run], session: int) -> tuple[int,
         loose = num_on_gpu - max(run.num_held, run.cpu_start if run.cpu and run.cpu_end >= num_on_gpu else num_on_gpu)
         if loose > 0:
             num_gone += evict_tail(tree.residency, run, GPU, loose)
-        if num_gpu([run], run.num_blocks):
+        if run.num_gpu:
             return num_gone, bool(segments_of(run, CPU))
     return num_gone, False

@@ -138,7 +138,7 @@ class Sessions:
         with self._books:
             self._books.check_open()
             path, _ = self._find(asked)
-            num_blocks = forget(self._books.tree, path, -(-int(num_tokens) // self._size), self._owner(prefix, asked))
+            num_blocks = forget(self._books.tree, path, -(-int(num_tokens) // self._size), self._owner(asked))
         logger.info("event=superseded blocks=%d", num_blocks)
         return num_blocks
 
@@ -152,7 +152,7 @@ class Sessions:
             path, num_found = self._find(asked)
             if path and num_found:
                 self._movement.copy_down.store(path)
-            num_gone, has_more = leave_gpu(self._books.tree, path, self._owner(prefix, asked))
+            num_gone, has_more = leave_gpu(self._books.tree, path, self._owner(asked))
             if has_more and len(self._leaving) < MAX_LEAVING:
                 self._leaving[id(asked)] = asked
         return num_gone
@@ -210,9 +210,9 @@ class Sessions:
         return found
 
     @staticmethod
-    def _owner(prefix: Prefix, asked: Request) -> int:
-        """Whose blocks have to be that are freed: the session's, where one is named."""
-        return session_number(asked.namespace, prefix) if isinstance(prefix, str) else 0
+    def _owner(asked: Request) -> int:
+        """Whose blocks have to be that are freed: the session's, where one was named."""
+        return session_number(asked.namespace, asked.session_id) if asked.session_id else 0
 
     def _asked(self, prefix: Prefix, namespace: str) -> Request:
         """The request whose prefix it is. Raises `RequestError`."""
@@ -272,6 +272,5 @@ class Sessions:
             return
         for key, asked in list(self._leaving.items()):
             path, num_found = self._find(asked)
-            owner = session_number(asked.namespace, asked.session_id) if asked.session_id else 0
-            if not (path and num_found and leave_gpu(self._books.tree, path, owner)[1]):
+            if not (path and num_found and leave_gpu(self._books.tree, path, self._owner(asked))[1]):
                 del self._leaving[key]

@@ -165,7 +165,8 @@ class CompletionRequest(_Asked):
 
 
 ApiRequest = ChatRequest | CompletionRequest
-CHAT_PATH, COMPLETION_PATH, LEND_PATH = "/v1/chat/completions", "/v1/completions", "/v1/lend"
+CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
+PREFILL_PATH, LEND_PATH = "/v1/prefill", "/v1/lend"
 KINDS: Mapping[str, type[ApiRequest]] = {CHAT_PATH: ChatRequest, COMPLETION_PATH: CompletionRequest}  # by path
 
 

@@ -27,6 +27,7 @@ from fastdeploy_cache.launch.server.api_requests import (
     COMPLETION_PATH,
     KINDS,
     LEND_PATH,
+    PREFILL_PATH,
     ApiRequest,
     decode_request,
 )
@@ -37,20 +38,19 @@ from fastdeploy_cache.launch.server.request_log import FACTS, GENERATIONS, REQUE
 from fastdeploy_cache.launch.server.streams import StreamedAnswer
 from fastdeploy_cache.life_cycle import LifeCycleStatus
 
-_PREFILL = "/v1/prefill"
 _MODEL = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "HuggingFaceTB"}
 _NOT_SERVED = {  # by role and path
     **{
-        ("prefill", path): f"the role of this instance is prefill: use {_PREFILL}, or ask a decode instance"
+        ("prefill", path): f"the role of this instance is prefill: use {PREFILL_PATH}, or ask a decode instance"
         for path in KINDS
     },
-    ("decode", _PREFILL): "the role of this instance is decode: ask a prefill instance",
+    ("decode", PREFILL_PATH): "the role of this instance is decode: ask a prefill instance",
     ("decode", LEND_PATH): "the role of this instance is decode: it only receives",
 }
 _NOT_HERE = {
     "GET": f"no page {{path}}; there are {CHAT_PATH}, {COMPLETION_PATH}, /v1/models, /health, /ready and /status",
     "POST": f"nothing is posted to {{path}}; use {CHAT_PATH} or {COMPLETION_PATH}",
-    "DELETE": f"nothing is deleted at {{path}}; use {_PREFILL}/OFFER_ID",
+    "DELETE": f"nothing is deleted at {{path}}; use {PREFILL_PATH}/OFFER_ID",
 }
 _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
@@ -77,9 +77,9 @@ class InstanceApp:
                 web.get("/v1/models/{model:.+}", self._one_model, allow_head=False),
                 web.post(CHAT_PATH, self._ask),
                 web.post(COMPLETION_PATH, self._ask),
-                web.post(_PREFILL, self._prefill),
+                web.post(PREFILL_PATH, self._prefill),
                 web.post(LEND_PATH, self._lend),
-                web.delete(_PREFILL + "/{offer_id:.*}", self._give_up),
+                web.delete(PREFILL_PATH + "/{offer_id:.*}", self._give_up),
                 route_of_the_rest(self._not_here),
             ]
         )
@@ -149,7 +149,7 @@ class InstanceApp:
     def _check_served(self, path: str) -> None:
         config = self._cache.config
         refusal = _NOT_SERVED.get((config.role, path))
-        if path in (_PREFILL, LEND_PATH) and config.peer is None:
+        if path in (PREFILL_PATH, LEND_PATH) and config.peer is None:
             refusal = "this instance has no others: start it with --role prefill, or with --peers"
         if refusal is not None:
             raise LaunchError(refusal)

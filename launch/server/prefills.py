@@ -87,10 +87,8 @@ class Prefills:
         if config.peer is not None and config.peer.link == "storage":
             send.on_done(arrivals.note)
             await arrivals.take(lambda seconds: _wait_stored(send, seconds), _STORED_TIMEOUT_SECONDS)
-        offer = base64.b64encode(send.offer).decode()
         cancel = functools.partial(self._engine.intake.cancel, generation)
-        answer = {"offer": offer, "offer_id": self._note_offered(cancel, send), "num_blocks": send.num_blocks}
-        return Prefill(generation, answer)
+        return Prefill(generation, self._offered_by(send, cancel))
 
     async def lend(self, request: ApiRequest, client: str = "", *, name: str = "request") -> dict[str, Any]:
         """Offer what is cached of a prompt; nothing is computed. It counts as one of the client's, as `compute` does.
@@ -111,9 +109,7 @@ class Prefills:
             if send is None:
                 return _NOTHING
             send.on_done(stack.pop_all().close)
-            cancel = functools.partial(self._engine.cache.peers.cancel_send, send)
-            offer = base64.b64encode(send.offer).decode()
-            return {"offer": offer, "offer_id": self._note_offered(cancel, send), "num_blocks": send.num_blocks}
+            return self._offered_by(send, functools.partial(self._engine.cache.peers.cancel_send, send))
 
     async def _lend(self, asked: Request) -> Send | None:
         """Wait for what has to be loaded, and offer it; None where a block of it is not here. Who is cancelled while he
@@ -127,8 +123,8 @@ class Prefills:
         finally:
             cache.release(asked)
 
-    def _note_offered(self, cancel: Callable[[], object], send: Send) -> str:
-        """Returns an id that nobody can guess: who knows it may give the offer up, by `cancel`."""
+    def _offered_by(self, send: Send, cancel: Callable[[], object]) -> dict[str, Any]:
+        """The answer to who asked for it. Nobody can guess its id: who knows it may give the offer up, by `cancel`."""
         offer_id = secrets.token_urlsafe()
         with self._lock:
             self._offered[offer_id] = cancel
@@ -138,7 +134,8 @@ class Prefills:
                 self._offered.pop(offer_id, None)
 
         send.on_done(forget)
-        return offer_id
+        offer = base64.b64encode(send.offer).decode()
+        return {"offer": offer, "offer_id": offer_id, "num_blocks": send.num_blocks}
 
     def cancel(self, offer_id: str) -> bool:
         """Nobody will ask for what was offered under this id; False where it is read or given up already."""

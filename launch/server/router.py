@@ -12,7 +12,7 @@ from aiohttp import web
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.server.answers import failure, success
-from fastdeploy_cache.launch.server.api_requests import CHAT_PATH, COMPLETION_PATH, LEND_PATH
+from fastdeploy_cache.launch.server.api_requests import CHAT_PATH, COMPLETION_PATH, LEND_PATH, PREFILL_PATH
 from fastdeploy_cache.launch.server.choice import Choice, Chooser
 from fastdeploy_cache.launch.server.forwarding import Forwarding, HungError
 from fastdeploy_cache.launch.server.http_server import answering, route_of_the_rest
@@ -31,7 +31,6 @@ _LEND_SECONDS = 3.0
 _PROBE_SECONDS = 5.0  # without a word of a decode instance
 MAX_BODY_BYTES = 3 * 2**20  # with an offer it is still no more than instances take
 MAX_OPEN_PREFILLS = 32  # of one client
-_PREFILL = "/v1/prefill"
 _NOT_HERE = {
     "GET": f"no page {{path}}; there are {CHAT_PATH}, {COMPLETION_PATH}, /v1/models, /health, /ready, /status and "
     "/metrics",
@@ -181,7 +180,7 @@ class Router:
 
     async def _compute_prefill(self, upstream: Upstream, body: bytes, prompt: PromptKnown | None) -> Offer | None:
         """What a prefill instance offers of this prompt, if it does in time."""
-        question = Question("POST", _PREFILL, body, self._prefill_seconds)
+        question = Question("POST", PREFILL_PATH, body, self._prefill_seconds)
         choice = self._chooser.choose(self._prefill, prompt)
         for place in choice.places:
             if self._prefill.is_hung(place):  # and all that follow
@@ -216,7 +215,7 @@ async def _connect(app: web.Application) -> AsyncIterator[None]:
 
 
 async def _give_up(upstream: Upstream, offer: Offer) -> None:
-    question = Question("DELETE", f"{_PREFILL}/{quote(offer.offer_id)}", None, _SHORT_SECONDS)
+    question = Question("DELETE", f"{PREFILL_PATH}/{quote(offer.offer_id)}", None, _SHORT_SECONDS)
     try:
         async with upstream.ask(offer.place, question) as answer:
             await answer.body()
