@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fastdeploy_cache.config.cache import CacheConfig
     from fastdeploy_cache.config.events import EventsConfig
     from fastdeploy_cache.config.insight import InsightConfig
+    from fastdeploy_cache.config.tenants import TenantConfig
     from fastdeploy_cache.insight.doctor.finding import Finding
     from fastdeploy_cache.manager import PrefixCacheManager
     from fastdeploy_cache.peers.transfers import Receive, Send
@@ -39,6 +40,7 @@ __all__ = [
     "CacheConfig",
     "CacheStats",
     "EventsConfig",
+    "TenantConfig",
     "EvictionPolicy",
     "Explanation",
     "Finding",
@@ -71,6 +73,7 @@ _HOMES = {
     "CacheConfig": "config.cache",
     "CacheStats": "stats",
     "EventsConfig": "config.events",
+    "TenantConfig": "config.tenants",
     "EvictionPolicy": "books.leaves.policy",
     "Explanation": "requests.explanation",
     "Finding": "insight.doctor.finding",

@@ -109,16 +109,27 @@ class CommitError(RequestError):
 class OutOfBlocksError(CacheError):
     """An allocation that cannot be had now; nothing was changed."""
 
-    def __init__(self, missing: int, coming: int, *, num_all: int | None = None, row: str | None = None) -> None:
+    def __init__(
+        self,
+        missing: int,
+        coming: int,
+        *,
+        num_all: int | None = None,
+        row: str | None = None,
+        namespace: str | None = None,
+    ) -> None:
         """`missing` are short when all evictable ones are taken; `coming` are held only by copies in flight.
 
         `num_all`: the blocks of the whole pool, where one caller would have more than these. `row`: the one whose units
-        are short, where that is not the full one.
+        are short, where that is not the full one. `namespace`: whose tenant's share it is, where there are tenants.
         """
         remedy = "release a request, then try again"
         if num_all is not None and row is not None:
             remedy = "allocate fewer blocks at once, or commit what is computed, by which it gives units back; else "
             remedy += f"make its pool of {num_all} larger (num_gpu_units), or end this request"
+        elif num_all is not None and namespace is not None:
+            remedy = f"the share of the namespace {namespace!r} is {num_all}, so no wait can help: raise it (tenants), "
+            remedy += "or end this request"
         elif num_all is not None:
             remedy = f"the whole pool has {num_all}, so no wait can help: make it larger, or end this request"
         elif coming >= missing:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
 from fastdeploy_cache.books.leaves.policy import EvictionPolicy
+from fastdeploy_cache.books.tenants.expiry import Expiry
 from fastdeploy_cache.books.tokens import TokenIds
 from fastdeploy_cache.books.transfer import wait_done
 from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.callers.sessions import Sessions
 from fastdeploy_cache.config.cache import CacheConfig
+from fastdeploy_cache.config.tenants import keep_seconds
 from fastdeploy_cache.errors import CacheError, RequestError
 from fastdeploy_cache.insight.control.control import Control
 from fastdeploy_cache.insight.insight import Insight
@@ -83,7 +85,7 @@ class PrefixCacheManager:
         """
         self.config = config
         clock = clock if isinstance(clock, Clock) else Clock(clock)
-        check_given(policy)
+        check_given(config, policy)
         client = client if client is not None else new_client(config, clock)  # first: it refuses what does not fit
         self._recorder = Recorder(config, clock.age)
         self.metrics = self._recorder.metrics
@@ -98,6 +100,7 @@ class PrefixCacheManager:
         self.peers = Peers(config, books, requests, self.metrics)
         self.ranks = RankAccess(config, books, movement, self.peers, on_kv_lost)
         self.life = LifeCycle(config, books, movement, requests=requests, storage=storage, peers=self.peers)
+        self._expiry = Expiry(books, keep_seconds(config.tenants))
         self._seen = seen = Seen(config, books, movement, requests=requests, storage=storage, peers=self.peers)
         self.insight = Insight(books, movement, requests, seen)
         self.control = self._new_control(seen)
@@ -118,6 +121,7 @@ class PrefixCacheManager:
             self.peers.open(self._movement, self.storage, peer_client)
             self.control.open_configured()
             self._seen.start()
+            self._expiry.start()
         except BaseException:
             self.close()
             raise
@@ -302,11 +306,8 @@ class PrefixCacheManager:
         """Write what of a matched request is committed to storage now, whatever the policies say; returns at once.
 
         For an engine without a prefix cache (`enable_prefix_caching=False`), such as a decode instance: the blocks are
-        cached then, under the keys that any other instance computes, until the room is needed; nothing here matches
-        them. Best effort: `storage_blocks_total` counts what was written and what was skipped.
-
-        Raises:
-            UnknownRequestError: not matched, or released already.
+        cached until the room is needed, though nothing here matches them. `storage_blocks_total` counts what was
+        written and what was skipped. Raises `UnknownRequestError` for one that is not matched.
         """
         with self._books:
             active = self._requests.active(request)
@@ -337,6 +338,7 @@ class PrefixCacheManager:
     def close(self) -> None:
         """End the ranks and give the memory up; views that the engine holds stay valid. Safe to call twice."""
         self._books.close()
+        self._expiry.stop()
         self.storage.detach()
         self.peers.road.close()
         self._movement.client.stop()

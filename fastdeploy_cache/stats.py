@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from fastdeploy_cache.books.block_pool import CALLER, CHECKPOINT, REQUEST, RUN, TASK, BlockPool
 from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.row_books import RowBooks
-from fastdeploy_cache.books.run import Tier
+from fastdeploy_cache.books.run import CPU, GPU, Tier
+from fastdeploy_cache.books.tenants.shares import Shares
 from fastdeploy_cache.books.unit_pool import UnitPool
 from fastdeploy_cache.metrics.picture import EVICTION_KINDS, STORAGE_FATES, STORAGE_LOSSES, StorageCounts
 from fastdeploy_cache.policies.breaker import BreakerState
@@ -118,6 +119,43 @@ class RowStats:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TenantStats:
+    """What a tenant has, each by tier. It uses `num_used` blocks, of which it has `num_evictable` cached that nothing
+    holds; it is guaranteed `num_guaranteed`, and has `num_most` at most."""
+
+    namespace: str
+    num_used: tuple[int, int]
+    num_evictable: tuple[int, int]
+    num_guaranteed: tuple[int, int]
+    num_most: tuple[int, int]
+
+    @classmethod
+    def all_of(cls, shares: Shares | None) -> tuple[TenantStats, ...]:
+        """Read the books of each, in the order of the tables; none where there are no tenants."""
+        return tuple(
+            cls(
+                namespace=namespace,
+                num_used=(shares.num_used(GPU, tenant), shares.num_used(CPU, tenant)),
+                num_evictable=(shares.num_loose[GPU][tenant], shares.num_loose[CPU][tenant]),
+                num_guaranteed=shares.shares[tenant].num_guaranteed,
+                num_most=shares.shares[tenant].num_most,
+            )
+            for namespace, tenant in (shares.numbers.items() if shares is not None else ())
+            if shares is not None
+        )
+
+    def by_tier(self) -> dict[str, dict[str, int]]:
+        """The same by the tier's name, for JSON."""
+        counts = {
+            "used": self.num_used,
+            "evictable": self.num_evictable,
+            "guaranteed": self.num_guaranteed,
+            "most": self.num_most,
+        }
+        return {name: {key: each[tier] for key, each in counts.items()} for name, tier in (("gpu", GPU), ("cpu", CPU))}
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointStats:
     """Checkpoints of a hybrid model. By tier: those that are there now, and those that have left it since the start to
     make room, while another tier had them and while none had. And those that were made and refused since the start."""
@@ -205,6 +243,7 @@ class CacheStats:
     processes: Mapping[str, tuple[RankStatus, ...]]  # of each kind (transfer, storage, peer) that there is
     rows: tuple[RowStats, ...] = ()  # behind the full one, of a hybrid model
     checkpoints: CheckpointStats = CheckpointStats()
+    tenants: tuple[TenantStats, ...] = ()  # that the configuration names
 
     def _tiers(self) -> tuple[tuple[str, TierStats], ...]:
         return ("gpu", self.gpu), ("cpu", self.cpu)

@@ -285,6 +285,16 @@ def bench_lending(
     raise typer.Exit(0 if run(json) else 1)
 
 
+@bench_app.command("tenants", epilog="Example: fastdeploy-cache bench tenants --json tenants.json")
+def bench_tenants(
+    json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
+) -> None:
+    """The hit rate of a quiet tenant beside a flood, with shares and without. Status 1: a figure missed."""
+    from fastdeploy_cache.launch.bench.tenants_command import bench_tenants as run
+
+    raise typer.Exit(0 if run(json) else 1)
+
+
 @engines_app.command(epilog="Example: fastdeploy-cache engines vllm --only-answers --json lane.json")
 def vllm(
     json: Annotated[Path | None, typer.Option(help="Also write the tables to this file; - is standard output.")] = None,

@@ -28,7 +28,7 @@ STEPS = (
 )
 CAUSES = (  # why a token was missed: see `fastdeploy_cache.books.causes`
     *("new", "new_or_forgotten", "evicted", "namespace", "image", "uncommitted", "late", "slower", "rank", "room"),
-    *("limit", "reset", "partial", "last", "unanchored"),
+    *("limit", "reset", "partial", "last", "unanchored", "expired"),
 )
 PHASES = ("waiting", "ahead", "settled", "void")  # of a request: see `fastdeploy_cache.requests.active_request`
 STATES = ("running", "pausing", "paused", "falling_asleep", "asleep", "waking", "clearing", "updating")

@@ -9,7 +9,8 @@ from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import RUN, TASK
 from fastdeploy_cache.books.growing import adopt, extend
 from fastdeploy_cache.books.prefix_tree import PrefixTree
-from fastdeploy_cache.books.run import CPU, GPU, Run
+from fastdeploy_cache.books.residency import Residency
+from fastdeploy_cache.books.run import CPU, GPU, Run, as_kept
 from fastdeploy_cache.books.run_notes import Stored
 from fastdeploy_cache.books.transfer import Segment
 
@@ -39,7 +40,7 @@ def insert_copies(
         above = tree.root(namespace)
     elif end < above.num_blocks:
         above = tree.split(above, end)
-    run = Run(above, tree.epoch)
+    run = Run(above, tree.epoch, tenant=above.tenant)
     extend(tree, run, keys, num_found, joined, tier=CPU)
     run.hashes = hashes[max(0, num_found - first) * HASH_BYTES :]
     if stored:
@@ -80,12 +81,22 @@ def _join(tree: PrefixTree, segment: Segment, ids: array[int]) -> None:
         adopt(tree, run, ids, TASK)
         return
     if run.cpu and run.cpu_start == segment.end:
-        residency.add_copies_below(run, ids)
+        _add_in_front(residency, run, ids)
     else:
         if not run.cpu:
             run.cpu_start = segment.start
         residency.add_ids(run, CPU, ids)
     tree.pools[CPU].hand_over(ids, TASK, RUN)
+
+
+def _add_in_front(residency: Residency, run: Run, ids: array[int]) -> None:
+    """More copies in front of those that the run has."""
+    before = run.num_in(CPU, run.num_held)
+    run.cpu = as_kept(ids.tobytes() + run.cpu)
+    run.cpu_start -= len(ids)
+    residency.count_held(run, CPU, run.num_in(CPU, run.num_held) - before)
+    for came in residency.taps.came:
+        came(run, CPU, run.cpu_start, len(ids))
 
 
 def _fitting(segment: Segment) -> array[int]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from fastdeploy_cache.books.block_pool import Owner
 from fastdeploy_cache.books.changes import Change, Forgotten, RoomCame
-from fastdeploy_cache.books.evicting import evict
+from fastdeploy_cache.books.evicting import evict, make_room
 from fastdeploy_cache.books.graves import A_TURN
 from fastdeploy_cache.books.leaves.policy import Asked
 from fastdeploy_cache.books.path import gpu_ids
@@ -22,6 +22,7 @@ from fastdeploy_cache.books.references import References, User
 from fastdeploy_cache.books.row_books import RowBooks
 from fastdeploy_cache.books.run import GPU, Pin, Run, Tier
 from fastdeploy_cache.books.taps import Loss
+from fastdeploy_cache.books.tenants.shares import REST
 from fastdeploy_cache.errors import ClosedError, LifeCycleError, RequestError
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 from fastdeploy_cache.ipc.event_log import event_log
@@ -75,7 +76,7 @@ class Books:
         self._outlets: tuple[Outlet, ...] = ()
         self._calls: list[Callable[[], object]] = []  # of this turn
         self._waiters: dict[Tier, set[object]] = {}  # for blocks of a tier that somebody waits for
-        self._num_room: dict[Tier, int] = {}  # blocks that could be had when this was last looked at
+        self._num_room: dict[Tier, object] = {}  # blocks that could be had when this was last looked at
         self.num_moved = self._num_told = 0  # GPU blocks that were taken or let go since the start
         self._hear_moved: Callable[[int], object] | None = None
 
@@ -165,7 +166,8 @@ class Books:
 
     def _look_for_room(self) -> None:
         for tier in self._waiters:
-            num_room = self.residency.num_available(tier)
+            shares = self.residency.shares  # what one can have may change while all together is the same
+            num_room = self.residency.num_available(tier) if shares is None else shares.room(tier)
             if num_room != self._num_room.get(tier):
                 self._num_room[tier] = num_room
                 self.note(RoomCame(tier=tier))
@@ -319,14 +321,20 @@ class Books:
             elif session != run.session and (session or run.session):
                 run.session = -1
 
-    def take(self, num_blocks: int, tier: Tier, owner: Owner) -> array[int]:
+    def take(self, num_blocks: int, tier: Tier, owner: Owner, tenant: int | None = None) -> array[int]:
         """So many blocks for an owner, lowest ids first, after what the policy names has been evicted for them.
+        `tenant`: whose need it is, where that is known and there are tenants.
 
-        The caller has checked `Residency.num_available`.
+        The caller has checked `Residency.num_available`, for that tenant.
         """
-        pool = self.tree.pools[tier]
+        pool, shares = self.tree.pools[tier], self.residency.shares
         if not tier:
             self.num_moved += num_blocks
+        if shares is not None:
+            make_room(self.residency, tier, num_blocks, tenant)
+            ids = pool.allocate(num_blocks, owner)
+            shares.label(ids, tier, tenant or REST)
+            return ids
         if num_blocks > pool.num_free:
             evict(self.tree.residency, tier, num_blocks - pool.num_free)
         return pool.allocate(num_blocks, owner)
@@ -357,6 +365,11 @@ class Books:
         self.tree.unpin(pin)
         if num_held > run.num_held:
             self.num_moved += num_held - run.num_held
+
+    def tenant_of(self, namespace: str) -> int | None:
+        """The tenant whose needs are those of a namespace; None where there are no tenants."""
+        shares = self.residency.shares
+        return shares.tenant_of(namespace) if shares is not None else None
 
     def note_moved(self, num_blocks: int) -> None:
         """So many GPU blocks were taken without `take`."""

@@ -24,6 +24,7 @@ class Cause(StrEnum):
     PARTIAL = "partial"  # the tail of a prompt that fills no block, or part of an image
     LAST = "last"  # the last token of a prompt is always computed
     UNANCHORED = "unanchored"  # no checkpoint of a hybrid model was made behind it
+    EXPIRED = "expired"  # it was not used for the time to live of its tenant
 
     place: int
 
@@ -55,5 +56,6 @@ TEXTS: Final = {
     Cause.PARTIAL: "this part fills no block, or lies in an image that is not cached whole",
     Cause.LAST: "the last token of a prompt is always computed",
     Cause.UNANCHORED: "no checkpoint lies behind this part at which the model could go on",
+    Cause.EXPIRED: "this part was dropped {when} before, as it had not been used for its tenant's keep_seconds",
 }
 ROW_SHORT: Final = "units were short of the row"  # and its name: why a checkpoint has left the GPU

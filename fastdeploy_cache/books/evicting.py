@@ -6,8 +6,9 @@ from array import array
 
 from fastdeploy_cache.books.block_pool import CALLER, RUN
 from fastdeploy_cache.books.residency import Residency
-from fastdeploy_cache.books.run import GPU, ID_BYTES, Run, Tier
+from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, Run, Tier
 from fastdeploy_cache.books.taps import Loss
+from fastdeploy_cache.books.transfer import Segment
 
 _LOSSES = (Loss.GPU, Loss.CPU)  # by Tier: why something is evicted from it
 
@@ -20,6 +21,9 @@ def evict(residency: Residency, tier: Tier, num_blocks: int) -> None:
     """
     if residency.make_room is not None:
         residency.make_room(tier, num_blocks)
+        return
+    if residency.shares is not None:
+        make_room(residency, tier, num_blocks + residency.pools[tier].num_free)
         return
     if residency.graves.open:  # what a reset has forgotten goes first
         num_blocks -= residency.graves.free(tier, num_blocks)
@@ -47,6 +51,32 @@ def evict(residency: Residency, tier: Tier, num_blocks: int) -> None:
             del gone.ids[gone.num_blocks :]
             pool.free(gone.ids, RUN)
             residency.ages.evicted_together(tier, gone.runs)
+
+
+def make_room(residency: Residency, tier: Tier, num_blocks: int, tenant: int | None = None) -> None:
+    """Let `num_blocks` be free, and a tenant's to take. The caller has checked `num_available` for that tenant."""
+    num_short = num_blocks - residency.pools[tier].num_free
+    if residency.shares is None:
+        if num_short > 0:
+            evict(residency, tier, num_short)
+        return
+    if num_short > 0 and residency.graves.open:
+        residency.graves.free(tier, num_short)
+    while (named := next_victim(residency, tier, num_blocks, tenant)) is not None:
+        run, at_most = named
+        evict_tail(residency, run, tier, at_most)
+
+
+def next_victim(residency: Residency, tier: Tier, num_blocks: int, tenant: int | None) -> tuple[Run, int] | None:
+    """The leaf that loses its tail next, and how much of it at most, so that `num_blocks` are free and a tenant's to
+    take; None where they are, or nothing can go."""
+    if residency.shares is not None:
+        return residency.shares.next_victim(tier, num_blocks, tenant)
+    num_free = residency.pools[tier].num_free
+    if num_free >= num_blocks or residency.num_available(tier) <= num_free:
+        return None
+    run, at_most = residency.policy.victim(tier, num_blocks - num_free)
+    return run, min(num_blocks - num_free, at_most)
 
 
 def _shorten(residency: Residency, run: Run, tier: Tier, num_left: int) -> None:
@@ -139,8 +169,11 @@ def evict_run(residency: Residency, evicted: array[int]) -> None:
     """Evict of the run that the policy chooses all that is not held on the GPU. The ids, first to last, are put
     behind `evicted` and are a caller's now, but for those that are being read: they are free when they have been.
     """
-    run, _ = residency.policy.victim(GPU, residency.pools[0].num_blocks)
-    pool, num_held = residency.pools[0], run.num_held
+    pool = residency.pools[0]
+    named = next_victim(residency, GPU, pool.num_blocks, None)
+    assert named is not None, "there was no run to evict"
+    run = named[0]
+    num_held = run.num_held
     gone, kept = run.ids_in(GPU, num_held), run.gpu[: num_held * ID_BYTES]
     unread = pool.unread(gone)
     read = array("i")
@@ -157,3 +190,14 @@ def evict_run(residency: Residency, evicted: array[int]) -> None:
     for left in residency.taps.left:
         left(run, GPU, num_held, len(gone), Loss.GPU)
     residency.truncate(run, residency.end_of(run), Loss.GPU)
+
+
+def drop_spare_copies(residency: Residency, run: Run) -> None:
+    """Free the copies of a run that is on the GPU as far as it was copied, and of which nothing is on its way or
+    being read: also of one that is held, since what is held stays readable."""
+    is_spare, ids = run.cpu and run.cpu_end <= run.num_gpu and run.epoch == residency.epoch, run.ids_in(CPU)
+    pool = residency.pools[CPU]
+    is_used = any(isinstance(pin, Segment) for pin in run.pins) or len(pool.unread(ids)) < len(ids)
+    if is_spare and not is_used:
+        residency.take_copies(run, Loss.SPARE)
+        pool.free(ids, RUN)

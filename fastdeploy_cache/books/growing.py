@@ -67,7 +67,7 @@ def _append(tree: PrefixTree, at: Run, keys: BlockKeys, first: int, ids: array[i
     run = at
     if at.children or at.parent is None or at.is_shared:
         at.is_shared = at.parent is not None
-        run = Run(at, tree.epoch)
+        run = Run(at, tree.epoch, tenant=at.tenant)
     tree.pools[0].hand_over(ids, REQUEST, RUN)
     try:
         extend(tree, run, keys, first, ids)
@@ -128,7 +128,10 @@ def grow(tree: PrefixTree, pin: Pin, keys: BlockKeys, first: int, ids: array[int
     for came in tree.residency.taps.came:
         came(run, GPU, pin.end, len(ids))
     pin.end = run.num_held = run.num_blocks
-    tree.residency.num_protected[0] += len(ids)
+    residency = tree.residency
+    residency.num_protected[0] += len(ids)
+    if residency.shares is not None:
+        residency.shares.held(run, GPU, len(ids))
     return True
 
 

@@ -15,7 +15,7 @@ from fastdeploy_cache.books.leaves.guarded import GuardedPolicy
 from fastdeploy_cache.books.leaves.policy import EvictionPolicy
 from fastdeploy_cache.books.lost_blocks import LostBlocks
 from fastdeploy_cache.books.mishaps import Mishaps
-from fastdeploy_cache.books.residency import Pools, Residency
+from fastdeploy_cache.books.residency import Policy, Pools, Residency
 from fastdeploy_cache.books.run import TIERS, Pin, Run
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.books.transfer import Segment, halves, split_pins
@@ -34,13 +34,12 @@ class PrefixTree:
         self.block_bytes = block_size * TOKEN_BYTES
         self.pools = pools  # by Tier
         self.mishaps = Mishaps()
-        self.policy = GuardedPolicy(policy, self.mishaps, self.runs, clock)
+        self.policy: Policy = GuardedPolicy(policy, self.mishaps, self.runs, clock)
         lost = LostBlocks(lost_bytes, self.block_bytes, clock)
         self.residency = Residency(pools, self.policy, lost, clock, self.block_bytes)
         self.roots: Roots = {}
-        self.generations = Generations()
         self.graves = self.residency.graves
-        self.names = BlockNames(block_size, clock)
+        self.generations, self.names = Generations(), BlockNames(block_size, clock)
         self.policy.clear(self.residency.is_leaf, self.split)
         self._num_roots_made = self.num_grown = 0  # the last: how often runs have got new blocks
 
@@ -73,7 +72,8 @@ class PrefixTree:
                 some = piece_of(self.roots, self._num_roots_made // _SWEEP_EVERY)
                 for name in [name for name, root in some.items() if not root.children]:
                     self.roots.pop(name)
-            run = Run(None, self.epoch, namespace=namespace)
+            tenant = 0 if (shares := self.residency.shares) is None else shares.tenant_of(namespace)
+            run = Run(None, self.epoch, namespace=namespace, tenant=tenant)
             run.hashes = root_hash(namespace, self.block_size)
             self.roots = put(self.roots, namespace, run, place_of_name)
         return run

@@ -11,12 +11,14 @@ from fastdeploy_cache.books.checkpoints import Checkpoints
 from fastdeploy_cache.books.graves import Graves
 from fastdeploy_cache.books.leaves.guarded import GuardedPolicy
 from fastdeploy_cache.books.lost_blocks import LostBlocks
-from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, TIERS, Run, Tier, as_kept
+from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, TIERS, Run, Tier
 from fastdeploy_cache.books.taps import Loss, Taps
-from fastdeploy_cache.books.transfer import Segment
+from fastdeploy_cache.books.tenants.policies import TenantPolicies
+from fastdeploy_cache.books.tenants.shares import Shares
 from fastdeploy_cache.ipc.clock import Clock
 
 Pools = tuple[BlockPool, BlockPool]  # by Tier
+Policy = GuardedPolicy | TenantPolicies  # the last where there are tenants
 
 
 class Residency:
@@ -27,10 +29,10 @@ class Residency:
     anywhere beneath it, all of it is held.
     """
 
-    def __init__(self, pools: Pools, policy: GuardedPolicy, lost: LostBlocks, clock: Clock, block_bytes: int) -> None:
+    def __init__(self, pools: Pools, policy: Policy, lost: LostBlocks, clock: Clock, block_bytes: int) -> None:
         self.pools = pools  # by Tier
-        self.lost = lost
-        self.policy = policy
+        self.lost, self.policy = lost, policy
+        self.shares: Shares | None = None  # where there are tenants
         self.epoch = 0
         self.num_protected = [0, 0]  # held blocks by Tier
         self.block_bytes = block_bytes
@@ -42,8 +44,10 @@ class Residency:
         self.make_room: Callable[[Tier, int], None] | None = None  # see `RowEviction`
         self.taps = Taps(began=(self.ages.began,), left=(self.ages.left,), ended=(self.lost.ended,))
 
-    def num_available(self, tier: Tier) -> int:
-        """Blocks of a tier that are free or can be evicted now."""
+    def num_available(self, tier: Tier, tenant: int | None = None) -> int:
+        """Blocks of a tier that are free or can be evicted now: for a tenant, where there are any and one is named."""
+        if tenant is not None and self.shares is not None:
+            return self.shares.num_available(tier, tenant)
         pool = self.pools[tier]
         count = pool.count
         num_evictable = count(RUN) - self.num_protected[tier]
@@ -84,37 +88,20 @@ class Residency:
                 began(run, tier, end - num_ids, num_ids)
         for came in self.taps.came:
             came(run, tier, end - num_ids, num_ids)
-        self.num_protected[tier] += max(0, min(end, run.num_held) - (end - num_ids))
+        if num_held := max(0, min(end, run.num_held) - (end - num_ids)):
+            self.count_held(run, tier, num_held)
         if is_offered:
             self.offer(run, tier)
 
-    def add_copies_below(self, run: Run, ids: array[int]) -> None:
-        """More copies in front of those that the run has."""
-        before = run.num_in(CPU, run.num_held)
-        run.cpu = as_kept(ids.tobytes() + run.cpu)
-        run.cpu_start -= len(ids)
-        self.num_protected[1] += run.num_in(CPU, run.num_held) - before
-        for came in self.taps.came:
-            came(run, CPU, run.cpu_start, len(ids))
-
     def take_copies(self, run: Run, why: Loss) -> bytes | bytearray:
         """All of a run's copies, packed, which are another's from now on; the books of this one are put right."""
-        self.num_protected[1] -= run.num_in(CPU, run.num_held)
+        self.count_held(run, CPU, -run.num_in(CPU, run.num_held))
         packed, first = run.cpu, run.cpu_start
         run.cpu, run.cpu_start = b"", 0
         self.count_child(run, CPU, -1)
         for left in self.taps.left:
             left(run, CPU, first, len(packed) // ID_BYTES, why)
         return packed
-
-    def drop_spare_copies(self, run: Run) -> None:
-        """Free the copies of a run that is on the GPU as far as it was copied, and of which nothing is on its way or
-        being read: also of one that is held, since what is held stays readable."""
-        is_spare, ids = run.cpu and run.cpu_end <= run.num_gpu and run.epoch == self.epoch, run.ids_in(CPU)
-        is_used = any(isinstance(pin, Segment) for pin in run.pins) or len(self.pools[CPU].unread(ids)) < len(ids)
-        if is_spare and not is_used:
-            self.take_copies(run, Loss.SPARE)
-            self.pools[CPU].free(ids, RUN)
 
     def free_tail(self, run: Run, tier: Tier, num_left: int, why: Loss) -> None:
         """Give the run's ids in a tier behind the first `num_left` back; none of them is held."""
@@ -157,6 +144,18 @@ class Residency:
 
     # -- what is held
 
+    def count_held(self, run: Run, tier: Tier, change: int) -> None:
+        """So many more blocks of a run are held in a tier, or fewer."""
+        self.num_protected[tier] += change
+        if self.shares is not None:
+            self.shares.held(run, tier, change)
+
+    def _count_held_copies(self, run: Run, before: int, held: int, num_gpu_more: int) -> None:
+        start, end = run.cpu_start, run.cpu_start + len(run.cpu) // ID_BYTES
+        self.count_held(run, CPU, max(0, min(held, end) - start) - max(0, min(before, end) - start))
+        if self.shares is not None:
+            self.shares.held(run, GPU, num_gpu_more)
+
     def hold(self, run: Run) -> None:
         """Count anew what of a run is held, after its pins or its children's have changed, and so on upwards."""
         while True:
@@ -174,9 +173,10 @@ class Residency:
             num_gpu, parent = len(run.gpu) // ID_BYTES, run.parent
             assert parent is not None
             # as in `evicting.evict_tail`, a call of min() would cost more than all the rest
-            self.num_protected[0] += (held if held < num_gpu else num_gpu) - (before if before < num_gpu else num_gpu)  # noqa: FURB136
-            if run.cpu:
-                self.num_protected[1] += run.num_in(CPU, held) - run.num_in(CPU, before)
+            more = (held if held < num_gpu else num_gpu) - (before if before < num_gpu else num_gpu)  # noqa: FURB136
+            self.num_protected[0] += more
+            if run.cpu or self.shares is not None:
+                self._count_held_copies(run, before, held, more)
             run.num_held = held
             if held < before:
                 self._let_go(run)
@@ -260,5 +260,7 @@ class Residency:
         """What is in the tree now is of the past: it is never evicted, only removed."""
         self.epoch += 1
         self._forgotten_by = lost_by
+        if self.shares is not None:
+            self.shares.begin_epoch(self.epoch)
         if self.checkpoints is not None:
             self.checkpoints.begin_epoch()

@@ -77,6 +77,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
     author: int = 0  # a recorded request whose tokens go through all of this run; 0: nobody knows one
     number: int = 0  # by which a publisher of events knows it; 0: none does
     namespace: str = ""  # of a root alone
+    tenant: int = 0  # of its namespace; see `Shares`
     session: int = 0  # whose requests alone have used it: see `Books.use`; 0: no session's, -1: not one session's alone
     # -- how it was used: what eviction policies decide by. Both parts of a split run have it
     last_used: int = 0  # order of uses over the whole cache

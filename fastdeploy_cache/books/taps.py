@@ -15,7 +15,8 @@ class Loss(IntEnum):
     them; forgotten by a reset or a caller; with a rank's or a tier's memory; for other weights; as a spare copy of
     what the GPU has, or one checkpoint of too many on a path; and where another run has them now. And `OUTPUT`:
     computed, and never cached, as `cache_outputs` is off. Where there are rows: `UNITS`, to make room for units of
-    one; `TRIMMED`, as no checkpoint follows any more."""
+    one; `TRIMMED`, as no checkpoint follows any more. Of a tenant: `EXPIRED`, as it was not used for its time to
+    live."""
 
     GPU = 0
     CPU = 1
@@ -27,6 +28,7 @@ class Loss(IntEnum):
     MOVED = 7
     UNITS = 8
     TRIMMED = 9
+    EXPIRED = 10
 
 
 Came = Callable[[Run, Tier, int, int], object]

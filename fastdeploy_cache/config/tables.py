@@ -9,6 +9,7 @@ from typing import Any
 
 from fastdeploy_cache.config.events import EventsConfig
 from fastdeploy_cache.config.insight import InsightConfig
+from fastdeploy_cache.config.tenants import TenantConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.groups import KVGroup, StatePart
@@ -26,7 +27,11 @@ TABLES: Mapping[str, type] = {
     "events": EventsConfig,
 }
 OPTIONAL_TABLES = ("layout", "storage", "peer", "events")
-LISTS: Mapping[str, type] = {"layout.groups": KVGroup, "layout.groups.parts": StatePart}  # of tables
+LISTS: Mapping[str, type] = {  # of tables
+    "layout.groups": KVGroup,
+    "layout.groups.parts": StatePart,
+    "tenants": TenantConfig,
+}
 _PLACE = re.compile(r"\[\d+\]")  # of an entry in its list
 
 

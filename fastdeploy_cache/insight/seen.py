@@ -229,6 +229,7 @@ class Seen:
             CacheStats,
             CheckpointStats,
             RowStats,
+            TenantStats,
             TierStats,
         )
 
@@ -259,6 +260,7 @@ class Seen:
             processes=self.processes(),
             rows=RowStats.all_of(books.rows),
             checkpoints=CheckpointStats.of(books.rows),
+            tenants=TenantStats.all_of(books.residency.shares),
         )
 
     def processes(self) -> dict[str, tuple[RankStatus, ...]]:

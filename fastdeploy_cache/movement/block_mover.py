@@ -108,7 +108,7 @@ class BlockMover:
 
     def copy(self, run: Run, block: int, num_tokens: int) -> tuple[Transfer, OneBlock]:
         """Start copying the first tokens of one block of a run into a free GPU block; there is one."""
-        ids = self._books.take(1, GPU, TASK)
+        ids = self._books.take(1, GPU, TASK, run.tenant)
         try:
             transfer, cargo = self.new_transfer(GPU), OneBlock(self._books, Pin(run, block + 1), ids)
             transfer.cargo = cargo
@@ -166,7 +166,7 @@ class BlockMover:
         for run, first, num_blocks in parts:
             start = first - run.cpu_start if tier is GPU else first
             sources += run.ids_in(CPU if tier is GPU else GPU, start, start + num_blocks)
-        destinations = self._books.take(len(sources), tier, TASK)
+        destinations = self._books.take(len(sources), tier, TASK, parts[0][0].tenant)
         try:
             transfer, position = self.new_transfer(tier), 0
             for run, first, num_blocks in parts:

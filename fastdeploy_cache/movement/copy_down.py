@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Sequence
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.evicting import evict, evict_tail
+from fastdeploy_cache.books.evicting import evict_tail, make_room, next_victim
 from fastdeploy_cache.books.mishaps import contained
 from fastdeploy_cache.books.path import Part
+from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run
 from fastdeploy_cache.books.transfer import segments_of
 from fastdeploy_cache.config.cache import CacheConfig
@@ -153,9 +154,10 @@ class CopyDown:
         whole = Pin(last, last.num_blocks)  # or the eviction would take the copies that these are to continue
         self._tree.pin(whole)
         try:
-            num_blocks = min(wanted, self._pool.num_free if into_free else residency.num_available(CPU))
+            num_room = _num_free(residency, last) if into_free else residency.num_available(CPU, last.tenant)
+            num_blocks = min(wanted, num_room)
             if num_blocks:
-                evict(residency, CPU, max(0, num_blocks - self._pool.num_free))
+                make_room(residency, CPU, num_blocks, last.tenant)
                 self._mover.store(_pieces(parts, num_blocks))
         finally:
             self._tree.unpin(whole)
@@ -187,7 +189,9 @@ class CopyDown:
         young, self._young, self._num_young = self._young, {}, 0
         # What was cut since has given its front to a run above it; what was evicted has no path.
         whole = dict.fromkeys(run for released in young for run in released.path())
-        self.store([run for run in whole if run.epoch == self._tree.epoch], into_free=True)
+        current = [run for run in whole if run.epoch == self._tree.epoch]
+        for tenant in sorted({run.tenant for run in current}):  # each within its own share
+            self.store([run for run in current if run.tenant == tenant], into_free=True)
 
     def go_on(self) -> None:
         """Copies may be started again."""
@@ -275,13 +279,18 @@ class CopyDown:
         if rows is not None:
             rows.make_room_below(source, num_blocks, zone)
             return min(num_blocks, self._pool.num_free)
-        while self._pool.num_free < num_blocks and residency.num_available(CPU) > self._pool.num_free:
-            num_short = num_blocks - self._pool.num_free
-            victim, at_most = policy.victim(CPU, num_short)
+        while (named := next_victim(residency, CPU, num_blocks, source.tenant)) is not None:
+            victim, at_most = named
             if victim in zone or not policy.is_colder(victim, source):
                 break
-            evict_tail(residency, victim, CPU, min(num_short, at_most))  # may free less: what storage is reading
-        return min(num_blocks, self._pool.num_free)
+            evict_tail(residency, victim, CPU, at_most)  # may free less: what storage is reading
+        return min(num_blocks, _num_free(residency, source))
+
+
+def _num_free(residency: Residency, source: Run) -> int:
+    """Blocks of the CPU tier that a copy of `source` may take without anything being evicted."""
+    num_free, shares = residency.pools[CPU].num_free, residency.shares
+    return num_free if shares is None else min(num_free, shares.num_below_most(CPU, source.tenant))
 
 
 def _num_uncopied(run: Run) -> int:

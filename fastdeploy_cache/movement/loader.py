@@ -79,7 +79,7 @@ class Loader:
 
         Where the whole prompt does not fit, what was loaded would be held in vain.
         """
-        num_available = self._books.residency.num_available(GPU)
+        num_available = self._books.residency.num_available(GPU, parts[0][0].tenant if parts else None)
         self.lacks_room, self.lacks_place = num_cold + num_rest > num_available, False
         if self.lacks_room:
             rooms = f"the prompt needs {num_cold + num_rest} blocks, and {num_available} can be had"

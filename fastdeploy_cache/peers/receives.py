@@ -140,13 +140,13 @@ class PeerReceives:
     def _reserve(self, mine: OpenReceive, num_blocks: int) -> None:
         """Pin what is here of so many blocks, load what is in the CPU tier alone, and take room for all else. What it
         has taken when it raises is the caller's to give back."""
-        tree = self._tree
+        tree, tenant = self._tree, self._books.tenant_of(mine.namespace)
         path, num_found = tree.find(mine.namespace, mine.keys, num_blocks)
         mine.pin = tree.move_pin(None, *tree.place(path, num_found))
         num_coming, parts = coming_and_cold(path, num_found)
         num_cold = sum(n for _, _, n in parts)
         mine.checkpoint = self._ends.keep(mine.pin, num_blocks)
-        short = num_blocks - num_found + num_cold - tree.residency.num_available(GPU)
+        short = num_blocks - num_found + num_cold - tree.residency.num_available(GPU, tenant)
         if short > 0:
             raise OutOfBlocksError(short, num_coming)
         if mine.checkpoint is None:
@@ -160,7 +160,7 @@ class PeerReceives:
         _, loads = coming_ids(path, num_gpu(path, num_found), num_found)
         if mine.checkpoint is None:
             mine.units = self._ends.take(num_blocks)
-        mine.first, mine.ids = num_found, self._books.take(num_blocks - num_found, GPU, TASK)
+        mine.first, mine.ids = num_found, self._books.take(num_blocks - num_found, GPU, TASK, tenant)
         for load in loads:  # the end of each may be the last that was missing
             load.on_done.append(functools.partial(self._on_load, mine))
         mine.loads = loads

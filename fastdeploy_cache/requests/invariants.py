@@ -50,6 +50,8 @@ def check(tree: PrefixTree, held: Held) -> None:
         ages.count_evicted()
         num_aged = sum(ages.residency[tier].counts), sum(ages.idle[tier].counts)
         assert num_aged == (num_evicted, num_evicted), (tier, "evicted blocks without an age", num_evicted, num_aged)
+    if tree.residency.shares is not None:
+        tree.residency.shares.check(runs)
     last_hashes = {root: bytes(root.hashes) for root in (*tree.roots.values(), *tree.graves.all_roots())}
     below = _below(runs)
     for run in runs:  # parents first

@@ -136,7 +136,8 @@ class Matcher:
             is_started = may_load and not is_behind and self._loader.start(parts, num_cold, num_rest)
             lacks = self._loader.lacks_room or (active.room is not None and self._loader.lacks_place)
             may_wait = may_load and not is_started and (is_behind or lacks)
-            if may_wait and self._wait_for_room(active, RoomNeed(num_cold + num_rest), is_fetched=is_fetched):
+            need = RoomNeed(num_cold + num_rest, (), parts[0][0].tenant)
+            if may_wait and self._wait_for_room(active, need, is_fetched=is_fetched):
                 return
             if may_load and is_behind:  # none of those in front can be helped by what is in flight, either
                 is_started = self._loader.start(parts, num_cold, num_rest)
@@ -205,7 +206,7 @@ class Matcher:
         assert run is not None
         with_source = self._tree.move_pin(None, run, end)  # or the eviction might take the very block
         try:
-            if self._books.residency.num_available(GPU) <= 0:
+            if self._books.residency.num_available(GPU, run.tenant) <= 0:
                 return False
             if self._anchors is not None and not self._anchors.matches.copy_last(active, run, end, size - 1):
                 return False

@@ -33,7 +33,7 @@ _MAX_LOOKED = 64  # other namespaces, and continuations that may be an image's, 
 _FREED = "it was freed, since no checkpoint was made behind it"
 _BY_LOSS = (
     *(Cause.EVICTED, Cause.EVICTED, Cause.RESET, Cause.RANK, Cause.LIMIT, Cause.RESET),
-    *(Cause.EVICTED, Cause.EVICTED, Cause.EVICTED, Cause.UNANCHORED),
+    *(Cause.EVICTED, Cause.EVICTED, Cause.EVICTED, Cause.UNANCHORED, Cause.EXPIRED),
 )
 _KEPT_OUT = "cache_outputs is off, and an earlier request has computed it as its output"
 _DETAILS: dict[Loss | None, str] = {Loss.OUTPUT: _KEPT_OUT, Loss.WEIGHTS: OTHER_WEIGHTS, Loss.TRIMMED: _FREED}

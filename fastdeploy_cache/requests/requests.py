@@ -13,6 +13,7 @@ from fastdeploy_cache.books.changes import Matched
 from fastdeploy_cache.books.leaves.policy import Asked
 from fastdeploy_cache.books.row_books import usable_checkpoints
 from fastdeploy_cache.books.run import GPU
+from fastdeploy_cache.books.tenants.shares import REST
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import OutOfBlocksError, PromptTooLongError, RequestError, UnknownRequestError
 from fastdeploy_cache.movement.movement import Movement
@@ -75,7 +76,8 @@ class Requests:
         self.ahead = RunsAhead(self.matcher, movement.mover, accounts, self.anchors)
         self.publisher = Publisher(config, books, movement, self.matcher, misses=misses, anchors=self.anchors)
         self._config, self._mover, self._storage = config, movement.mover, storage
-        self._most_tokens = books.pools[GPU].num_blocks * config.block_size
+        # with tenants each prompt is checked against a share
+        self._most_tokens = books.pools[GPU].num_blocks * config.block_size if not config.tenants else -1
         self.prefetches = Prefetches(config, books, storage, self._requests)
         self.listener: RequestListener | None = None
         self.offered = set[ActiveRequest]()
@@ -129,11 +131,15 @@ class Requests:
                 else f"the id {request.request_id!r} is matched already, by another request; give each an id of its own"
             )
         num_blocks = -(-request.num_tokens // self._config.block_size)
-        if num_blocks > self.books.pools[GPU].num_blocks:
-            raise PromptTooLongError(
-                f"request {request.request_id!r} has {request.num_tokens} tokens, {num_blocks} blocks; the GPU pool "
-                f"has {self.books.pools[GPU].num_blocks}: shorten it or raise num_gpu_blocks"
-            )
+        num_all, shares = self.books.pools[GPU].num_blocks, self.books.residency.shares
+        said = f"request {request.request_id!r} has {request.num_tokens} tokens, {num_blocks} blocks"
+        if num_blocks > num_all:
+            raise PromptTooLongError(f"{said}; the GPU pool has {num_all}: shorten it or raise num_gpu_blocks")
+        if shares is not None:
+            most = shares.most_blocks(GPU, shares.tenant_of(request.namespace))
+            if num_blocks > most:
+                of = f"the tenants' shares leave {most} of {num_all} GPU blocks to its namespace {request.namespace!r}"
+                raise PromptTooLongError(f"{said}; {of}: shorten it, or change the table 'tenants'")
 
     def explain(self, request_id: str) -> Explanation:
         """See `PrefixCacheManager.explain`."""
@@ -192,20 +198,22 @@ class Requests:
         self, active: ActiveRequest, num_blocks: int, *, ahead_of_loads: bool, is_told: bool = True
     ) -> array[int]:
         """See `PrefixCacheManager.allocate`. Not `is_told`: a commit that says it all comes in the same turn."""
-        pool = self.books.pools[GPU]
-        if num_blocks > pool.num_free:
-            missing = num_blocks - self.books.residency.num_available(GPU)
+        pool, shares = self.books.pools[GPU], self.books.residency.shares
+        tenant = shares.tenant_of(active.request.namespace) if shares is not None else None
+        if num_blocks > pool.num_free or tenant is not None:
+            missing = num_blocks - self.books.residency.num_available(GPU, tenant)
             if missing > 0:
                 num_all = max(len(active.block_ids), active.num_matched_blocks) + num_blocks
-                is_more = num_all > pool.num_blocks
+                most = pool.num_blocks if shares is None else shares.most_blocks(GPU, tenant or REST)
                 self.tell_refused(active, num_blocks, missing)
-                raise OutOfBlocksError(missing, self.num_coming(), num_all=pool.num_blocks if is_more else None)
+                is_more, of = num_all > most, active.request.namespace if shares is not None else None
+                raise OutOfBlocksError(missing, self.num_coming(), num_all=most if is_more else None, namespace=of)
         if active.phase is WAITING:
             if ahead_of_loads:
                 self.ahead.begin(active)
             else:
                 self.matcher.settle(active)
-        ids = self.books.take(num_blocks, GPU, REQUEST)
+        ids = self.books.take(num_blocks, GPU, REQUEST, tenant)
         try:
             active.block_ids += ids
         except BaseException:  # no memory for a longer table: the blocks are nobody's else
@@ -234,7 +242,7 @@ class Requests:
         def need() -> RoomNeed:
             active = self._requests.get(request.request_id) if self.anchors is not None else None
             if active is None or active.rows is None or self.anchors is None:
-                return RoomNeed(num_blocks)
+                return RoomNeed(num_blocks, (), self.books.tenant_of(request.namespace))
             return self.anchors.need(active, num_blocks)
 
         def give_back(taken: T) -> None:

@@ -23,6 +23,7 @@ class RoomNeed(NamedTuple):
 
     num_blocks: int
     units: tuple[int, ...] = ()
+    tenant: int | None = None  # whose need it is
 
 
 class RoomWait:
@@ -138,14 +139,14 @@ class RoomQueue:
     def has_room(self, need: RoomNeed) -> bool:
         """Whether it can be had now."""
         has_units = self._rows is None or self._rows.lacking(need.units) is None
-        return has_units and need.num_blocks <= self._books.residency.num_available(GPU)
+        return has_units and need.num_blocks <= self._books.residency.num_available(GPU, need.tenant)
 
     def may_come(self, need: RoomNeed) -> bool:
         """Whether it can be had as soon as copies in flight have ended."""
         mover = self._mover
         if mover.is_quiet or all(transfer.done.is_set() for transfer in mover.in_flight.values()):
             return False
-        if self._books.residency.num_available(GPU) + self._num_coming() < need.num_blocks:
+        if self._books.residency.num_available(GPU, need.tenant) + self._num_coming() < need.num_blocks:
             return False
         rows, images = self._rows, self._images
         return rows is None or images is None or rows.lacking(need.units, images.num_coming()) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.evicting import drop_spare_copies
 from fastdeploy_cache.books.run import CPU, Run
 from fastdeploy_cache.books.transfer import wait_done
 from fastdeploy_cache.ipc.event_log import event_log
@@ -55,7 +56,7 @@ class Flush:
         if self._tier.writes.checkpoints is not None:
             for above in dict.fromkeys(above for run in runs for above in run.path()):
                 if above.cpu and above.stored.num_blocks >= above.cpu_end:
-                    residency.drop_spare_copies(above)
+                    drop_spare_copies(residency, above)
         num_room = residency.num_available(CPU)
         for run in runs:
             if num_room > 0:

@@ -14,6 +14,7 @@ from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_pool import TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import CPU
+from fastdeploy_cache.books.tenants.shares import REST
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.outbox import InFlight, Outbox
 from fastdeploy_cache.policies.breaker import Breaker
@@ -107,10 +108,11 @@ class StorageLink:
     def probe(self) -> None:
         """Find out whether the store works and how fast it reads, with blocks lent to it."""
         residency = self._tree.residency
-        num_blocks = min(_NUM_PROBE_BLOCKS, max(1, self._pool.num_blocks // 4), residency.num_available(CPU))
+        num_room = residency.num_available(CPU, REST)
+        num_blocks = min(_NUM_PROBE_BLOCKS, max(1, self._pool.num_blocks // 4), num_room)
         if not num_blocks or not self.client.available or self.is_quiet or self.is_detached:
             return
-        ids = self._books.take(num_blocks, CPU, TASK)
+        ids = self._books.take(num_blocks, CPU, TASK, REST)
         try:
             task = self.new_task(
                 TaskKind.PROBE,

@@ -237,7 +237,8 @@ class StorageReads:
         return max(limits.chunk_blocks, min(limits.max_chunk_blocks, num_fast))
 
     def _fetch(self, prefetch: StoragePrefetch, num_blocks: int) -> None:
-        ids, start = self._books.take(num_blocks, CPU, TASK), prefetch.num_asked
+        tenant, start = self._books.tenant_of(prefetch.namespace), prefetch.num_asked
+        ids = self._books.take(num_blocks, CPU, TASK, tenant)
         try:
             task = self._new_task(TaskKind.PREFETCH, prefetch, start, num_blocks, ids)
             self._send(prefetch, task, self._pieces, _Piece(prefetch, prefetch.first + start, ids[:]))

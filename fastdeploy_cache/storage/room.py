@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.evicting import drop_spare_copies
 from fastdeploy_cache.books.run import CPU
 from fastdeploy_cache.storage.prefetch import StorageLimits, StoragePrefetch
 
@@ -21,7 +22,8 @@ class PrefetchRoom:
     """
 
     def __init__(self, books: Books, limits: StorageLimits) -> None:
-        self._clock, self._tree, self._max_blocks = books.clock, books.tree, limits.max_blocks
+        self._books, self._clock, self._tree = books, books.clock, books.tree
+        self._max_blocks = limits.max_blocks
         self._kept: OrderedDict[StoragePrefetch, int] = OrderedDict()  # blocks that nobody holds yet
         self._num_kept = 0
         self.num_fetching = 0
@@ -38,11 +40,12 @@ class PrefetchRoom:
     def num_blocks(self, prefetch: StoragePrefetch) -> int:
         """How many blocks can be read for a prefetch now."""
         residency, num_allowed = self._tree.residency, self._max_blocks - self.num_fetching
-        if num_allowed > 0 and not residency.num_available(CPU) and prefetch.is_followed:
+        tenant = self._books.tenant_of(prefetch.namespace)
+        if num_allowed > 0 and not residency.num_available(CPU, tenant) and prefetch.is_followed:
             path, _ = self._tree.find(prefetch.namespace, prefetch.keys, prefetch.first + prefetch.num_landed)
             for run in path:
-                residency.drop_spare_copies(run)
-        num_available = residency.num_available(CPU)
+                drop_spare_copies(residency, run)
+        num_available = residency.num_available(CPU, tenant)
         if prefetch.is_followed:
             return min(num_allowed, num_available)
         while self._kept and num_available <= self._num_kept:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Copied, ImageCopied, Used
+from fastdeploy_cache.books.evicting import drop_spare_copies
 from fastdeploy_cache.books.mishaps import contained
 from fastdeploy_cache.books.run import CPU, Run
 from fastdeploy_cache.config.cache import CacheConfig
@@ -95,7 +96,7 @@ class WriteOut:
         if run.stored.num_blocks >= run.num_gpu or run.epoch != self._tree.epoch:  # of before a reset: nobody finds it
             del self._asked[run]
         elif run.stored.num_blocks >= run.cpu_end:
-            self._tree.residency.drop_spare_copies(run)
+            drop_spare_copies(self._tree.residency, run)
             self._copy_down.store((run,), unstored=True)
 
     def _look_ahead(self) -> None:

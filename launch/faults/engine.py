@@ -13,6 +13,7 @@ from fastdeploy_cache import (
     PeerConfig,
     PrefixCacheManager,
     StorageConfig,
+    TenantConfig,
     TransferConfig,
 )
 from fastdeploy_cache.errors import CacheError, LayoutError
@@ -35,6 +36,16 @@ _FLOAT16_BYTES = 2
 TASK_SECONDS = 2.0  # for a task of any kind
 _HOME_SECONDS = 60.0
 _QUEUE_SECONDS = 0.75  # for the I/O thread to see what was accepted
+
+
+_TENANT = TenantConfig(
+    namespace="tenant",
+    guaranteed_gpu_share=0.25,
+    max_gpu_share=0.75,
+    guaranteed_cpu_share=0.25,
+    max_cpu_share=0.5,
+    keep_seconds=20.0,
+)
 
 
 class StoryEngine:
@@ -97,6 +108,7 @@ class StoryEngine:
             recompute_last_token=settings.recompute_last_token,
             storage=store if settings.has_store else None,
             peer=self._peer_config() if settings.has_peers else None,
+            tenants=(_TENANT,) if settings.tenants else (),
             transfer=TransferConfig(
                 tp_size=settings.tp_size,
                 kv_owner=settings.kv_owner,

@@ -66,12 +66,14 @@ def search(
     has_agents: bool = False,
 ) -> Iterator[Search]:
     """Run one story after the other; yields what has been seen up to then, after each. `has_agents`: these give hints,
-    and engines lend."""
+    and engines lend. In every second story one namespace is a tenant then."""
     so_far, started = Search(), SYSTEM_CLOCK.now()
     for seed in seeds if seeds is not None else itertools.count(first_seed):
         story = new_story(seed, tuple(fault_names))
         if has_agents:
-            story = msgspec.structs.replace(story, settings=msgspec.structs.replace(story.settings, agents=True))
+            has_tenants = not seed % 2 and not story.settings.has_rows
+            settings = msgspec.structs.replace(story.settings, agents=True, tenants=has_tenants)
+            story = msgspec.structs.replace(story, settings=settings)
         outcome = run_story(story, watches)
         so_far.num_stories += 1
         so_far.num_steps += outcome.num_steps

@@ -63,6 +63,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     num_units: tuple[_Number, ...] = ()  # of a hybrid model: slots of its state, and units of its window
     state_copy: bool = False  # its kernels write states in place
     agents: bool = False  # who give hints; and engines lend what they have
+    tenants: bool = False  # the namespace of some requests has a share of the tiers, and a time to live
     memory_error_share: _Share = 0.0  # all the time, as the fault does for a while
     outside_error_share: _Share = 0.0
 

@@ -43,13 +43,14 @@ def replay_recording(path: Path, json_file: Path | None) -> int:
         console.print(
             "The recording is of a version that does not tell whether the eviction policy was changed meanwhile."
         )
-    for line in _remarks(outcome, is_whole=not header.get("num_dropped"), has_storage=bool(header.get("has_storage"))):
+    has_storage, has_tenants = bool(header.get("has_storage")), bool(header.get("num_tenants"))
+    for line in _remarks(outcome, not header.get("num_dropped"), has_storage=has_storage, has_tenants=has_tenants):
         console.print(line)
     write_json(json_file, found)
     return DIFFERENT if outcome.num_different else 0
 
 
-def _remarks(outcome: ReplayOutcome, *, is_whole: bool, has_storage: bool) -> list[str]:
+def _remarks(outcome: ReplayOutcome, is_whole: bool, *, has_storage: bool, has_tenants: bool) -> list[str]:
     """Why a replay may differ without anything being wrong."""
     remarks = []
     if not is_whole:
@@ -59,4 +60,6 @@ def _remarks(outcome: ReplayOutcome, *, is_whole: bool, has_storage: bool) -> li
         )
     if has_storage:
         remarks.append("There was a store: what it had, and when it answered, is not recorded.")
+    if has_tenants:
+        remarks.append("There were tenants: their shares and times to live are not recorded, and a replay has none.")
     return remarks

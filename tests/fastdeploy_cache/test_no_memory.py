@@ -7,6 +7,7 @@ from array import array
 import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache.books.evicting import drop_spare_copies
 from fastdeploy_cache.books.run import Run, Tier
 from tests.rigs.cache_model import CacheModel
 from tests.rigs.manual_clock import ManualClock
@@ -88,7 +89,7 @@ def test_a_copy_that_is_read_is_not_spare() -> None:
     def dropped() -> int:
         with cache._books:
             for run in runs:
-                residency.drop_spare_copies(run)
+                drop_spare_copies(residency, run)
         return sum(not run.cpu for run in runs)
 
     assert not dropped()

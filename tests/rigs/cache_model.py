@@ -9,6 +9,7 @@ import pytest
 
 from fastdeploy_cache import CacheConfig, Match, PrefixCacheManager, Request
 from fastdeploy_cache.books.block_pool import RUN
+from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.errors import CommitError, OutOfBlocksError, PromptTooLongError
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 from fastdeploy_cache.launch.faults.listeners import Listeners
@@ -95,7 +96,10 @@ class CacheModel:
         try:
             match = self.cache.match(request)
         except PromptTooLongError:
-            assert -(-len(tokens) // self.size) > self.num_gpu
+            shares, num_most = self.cache._books.residency.shares, self.num_gpu
+            if shares is not None:
+                num_most = shares.most_blocks(GPU, shares.tenant_of(namespace))
+            assert -(-len(tokens) // self.size) > num_most
             return None
         live = LiveRequest(request, match, self.epoch)
         self.check_readable(live, match.block_ids)
@@ -191,6 +195,8 @@ class CacheModel:
                 before.gpu.num_cached - before.gpu.num_protected - self.cache._books.pools[0].num_read_of(RUN)
             )
             room = before.gpu.num_free + max(0, num_evictable)
+            if (shares := self.cache._books.residency.shares) is not None:
+                room = shares.num_available(GPU, shares.tenant_of(live.request.namespace))
             assert missing == num_blocks - room
             after = self.cache.stats()
             assert (after.gpu, after.cpu) == (before.gpu, before.cpu), "a failed allocation left a trace"
@@ -256,9 +262,11 @@ class CacheModel:
         self.cache.release(live.request)
         self.live.remove(live)
 
-    def serve(self, tokens: list[int], stays: bool, patient: bool, images: Sequence[Image] = ()) -> None:
+    def serve(
+        self, tokens: list[int], stays: bool, patient: bool, images: Sequence[Image] = (), namespace: str = ""
+    ) -> None:
         """A whole request at once, as engines do most of the time; a patient one waits for its loads."""
-        live = self.match(tokens, images=images)
+        live = self.match(tokens, namespace, images)
         if live is None:
             return
         if patient:

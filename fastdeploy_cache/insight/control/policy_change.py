@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import PolicyChanged
 from fastdeploy_cache.books.leaves.policy import Clock, LeastRecentlyUsed
+from fastdeploy_cache.books.tenants.policies import TenantPolicies
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ControlError
 from fastdeploy_cache.insight.looks.pieces import run_in_turns
@@ -43,6 +44,8 @@ def change_policy(books: Books, config: CacheConfig, clock: Clock, name: str) ->
     run_in_turns(books, _move_all(books))  # of a change before, if that has ended early
     with books:
         books.check_open()
+        if isinstance(policy, TenantPolicies):
+            raise ControlError("each tenant has a policy of its own here; set eviction_policy and restart to change it")
         before = policy.chosen
         if not isinstance(before, LeastRecentlyUsed):
             raise ControlError(f"the eviction policy {policy.name} was given by the program; only it can change it")

@@ -273,6 +273,12 @@ _BY_REQUESTS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
         chosen=_is_of_row,
     ),
     _simple(
+        "expired",
+        Cause.EXPIRED,
+        "they had not been used for their tenant's time to live",
+        "Raise keep_seconds of that tenant, if its prompts come back later than that.",
+    ),
+    _simple(
         "no_checkpoints",
         Cause.UNANCHORED,
         "no checkpoint lies behind them",

@@ -46,6 +46,7 @@ def header_of(
         "num_ranks": config.transfer.tp_size,
         "has_storage": config.storage is not None,
         "has_peers": config.peer is not None,
+        "num_tenants": len(config.tenants),
         "reason": reason,
         "clock_seconds": clock_seconds,  # the clock of the records, at the time below
         "unix_seconds": unix_seconds,

@@ -1,0 +1,82 @@
+"""The list of tables `tenants` of the configuration: what namespaces have a share of the tiers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.transfer_manager.settings import names_checked
+
+MAX_TENANTS = 64  # each has an eviction policy of its own, and making room looks at all of them
+_SHARES = ("guaranteed_gpu_share", "max_gpu_share", "guaranteed_cpu_share", "max_cpu_share")
+
+
+@names_checked
+@dataclass(frozen=True, kw_only=True)
+class TenantConfig:
+    """A namespace and its share of each tier. Namespaces that no table names share what the tables leave.
+
+    Args:
+        namespace: whose requests these are: `Request.namespace`.
+        guaranteed_gpu_share: of the GPU's blocks. As long as the namespace uses no more than these, what it has cached
+            is not evicted for another one.
+        max_gpu_share: of the GPU's blocks, what it may use at most, with what its running requests hold.
+        guaranteed_cpu_share: as `guaranteed_gpu_share`, of the CPU tier.
+        max_cpu_share: as `max_gpu_share`, of the CPU tier.
+        keep_seconds: what has not been used for so long is dropped from both tiers; None: nothing is for its age.
+
+    Raises:
+        ConfigError: an impossible value.
+    """
+
+    namespace: str
+    guaranteed_gpu_share: float = 0.0
+    max_gpu_share: float = 1.0
+    guaranteed_cpu_share: float = 0.0
+    max_cpu_share: float = 1.0
+    keep_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.namespace, str):
+            raise ConfigError(f"tenants.namespace is {self.namespace!r}; give the text that requests have")
+        for name in _SHARES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise ConfigError(f"tenants.{name} is {value!r}; it is a share, use 0 to 1")
+        for tier in ("gpu", "cpu"):
+            least, most = getattr(self, f"guaranteed_{tier}_share"), getattr(self, f"max_{tier}_share")
+            if least > most:
+                name = f"tenants.guaranteed_{tier}_share is {least} and max_{tier}_share {most}"
+                raise ConfigError(f"{name}, of namespace {self.namespace!r}; guarantee no more than it may have")
+        seconds = self.keep_seconds
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds is not None and (not is_number or not 0 < seconds < math.inf):
+            raise ConfigError(f"tenants.keep_seconds is {seconds!r}; use a number above 0, or leave it out")
+
+
+def check_tenants(tenants: Sequence[TenantConfig]) -> None:
+    """Raise `ConfigError` where all together cannot be."""
+    if not isinstance(tenants, list | tuple) or not all(isinstance(each, TenantConfig) for each in tenants):
+        raise ConfigError(f"tenants is {tenants!r}; give a list of TenantConfig")
+    if len(tenants) > MAX_TENANTS:
+        raise ConfigError(f"tenants has {len(tenants)} tables; use {MAX_TENANTS} or fewer")
+    name, count = Counter(tenant.namespace for tenant in tenants).most_common(1)[0] if tenants else ("", 0)
+    if count > 1:
+        raise ConfigError(f"tenants has {count} tables for the namespace {name!r}; give it one")
+    for key in ("guaranteed_gpu_share", "guaranteed_cpu_share"):
+        if (total := math.fsum(getattr(tenant, key) for tenant in tenants)) >= 1:
+            raise ConfigError(f"tenants.{key} is {total:g} of all together; stay below 1: others need some, too")
+
+
+def check_policies(tenants: Sequence[TenantConfig], *, is_given: bool) -> None:
+    """Raise `ConfigError` where a program gives one eviction policy for several tenants."""
+    if tenants and is_given:
+        raise ConfigError("each of the tenants needs an eviction policy: leave `policy` out, and set eviction_policy")
+
+
+def keep_seconds(tenants: Sequence[TenantConfig]) -> dict[str, float]:
+    """The times to live that there are, by namespace."""
+    return {each.namespace: each.keep_seconds for each in tenants if each.keep_seconds is not None}
