@@ -6,29 +6,33 @@ import dataclasses
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import StatusChanged, TierLost
+from fastdeploy_cache.books.forgetting import forget_namespace
 from fastdeploy_cache.books.generations import Reason
 from fastdeploy_cache.books.run import CPU, GPU, Tier
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.books.tier_loss import drop_cpu, drop_gpu
 from fastdeploy_cache.books.transfer import wait_done
 from fastdeploy_cache.config.cache import CacheConfig
-from fastdeploy_cache.errors import ConfigError, LifeCycleError, NotEnoughMemoryError, counted
+from fastdeploy_cache.errors import ConfigError, LifeCycleError, NotEnoughMemoryError, RequestError, counted
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.peers import Peers
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.storage.access import StorageAccess
+from fastdeploy_cache.storage.forget import StorageForget
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
 logger = event_log(__name__)
 
 TierName = Literal["gpu", "cpu"]
 _MAX_SECONDS = 86400.0
+_WIPE_SECONDS = 0.05  # between two looks at what is wiped; each takes a turn, which removes some more
 _TIERS: dict[str, Tier] = {"gpu": GPU, "cpu": CPU}
 
 
@@ -46,6 +50,28 @@ class LifeCycleStatus(Enum):
 
 
 _RESTING = (LifeCycleStatus.RUNNING, LifeCycleStatus.PAUSED, LifeCycleStatus.ASLEEP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForgetReport:
+    """What has become of what a namespace had.
+
+    Attributes:
+        num_gpu_blocks, num_cpu_blocks: that were cached. None of them is found any more.
+        num_held_blocks: of these, what running requests and others still hold: it is wiped when it is let go.
+        num_requests: of the namespace, that run on. What they have and compute is wiped when they are released.
+        num_waiting_blocks: that are free to be wiped, and were not when the time was over. Nobody gets them before.
+        num_stored_objects: that the store has removed, of all ranks.
+        left: sentences, each of what may still have something of the namespace. None: nothing that this cache knows of.
+    """
+
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+    num_held_blocks: int
+    num_requests: int
+    num_waiting_blocks: int
+    num_stored_objects: int
+    left: tuple[str, ...]
 
 
 class LifeCycle:
@@ -185,9 +211,7 @@ class LifeCycle:
         self, verb: str, via: LifeCycleStatus, timeout_seconds: float, allowed: Collection[LifeCycleStatus]
     ) -> Iterator[float]:
         """One change from one of the `allowed` states; gives its deadline. What fails leaves the state as it was."""
-        if not isinstance(timeout_seconds, int | float) or not 0 <= timeout_seconds <= _MAX_SECONDS:
-            raise ConfigError(f"{verb}: timeout_seconds is {timeout_seconds!r}; use 0 to {_MAX_SECONDS:.0f}")
-        deadline = self._books.clock.now() + timeout_seconds
+        deadline = self._books.clock.now() + _checked(verb, timeout_seconds)
         if not self._changing.acquire(timeout=max(0.0, timeout_seconds)):
             raise LifeCycleError(f"{verb}: the cache is still {self._status.value} after {timeout_seconds} s")
         try:
@@ -292,6 +316,60 @@ class LifeCycle:
         if renamed is not None:
             self._storage.attach(renamed)
 
+    def forget_namespace(self, namespace: str, timeout_seconds: float = 30.0) -> ForgetReport:
+        """Forget all that is cached of a namespace: nothing of it is found from now on, its blocks are overwritten by
+        the ranks before anybody gets them, and the store removes what it has. Requests of it that run go on with what
+        they have, and publish nothing.
+
+        Waits until that has happened, or the time is over; what is left then goes on by itself, but for the store.
+        Raises `ConfigError` for such a time, `RequestError` where `namespace` is no text or the model has several rows.
+        """
+        if not isinstance(namespace, str):
+            raise RequestError(f"forget_namespace of {namespace!r}; give the text that its requests have")
+        clock = self._books.clock
+        deadline, wiper = clock.now() + _checked("forget_namespace", timeout_seconds), self._movement.wiper
+        with self._books:
+            self._books.check_uniform("life.forget_namespace")
+            num_requests = self._requests.forget_namespace(namespace)
+            dropped = forget_namespace(self._books, namespace)
+            self._movement.mover.taint_forgotten()
+            stored = self._storage.forget_namespace(namespace)
+        stored.done.wait(clock.seconds_to(deadline))
+        while True:  # a turn removes some of it, and asks for what waits
+            with self._books:
+                wiper.go_on()
+                num_waiting, is_over = wiper.num_waiting, clock.now() >= deadline
+                if is_over or (not self._books.tree.graves.open and not num_waiting):
+                    num_left = sum(self._books.residency.num_doomed) + num_waiting
+                    break
+            clock.sleep(_WIPE_SECONDS)
+        left = tuple(self._left_of(stored, num_requests + sum(dropped.num_held)))
+        return ForgetReport(
+            num_gpu_blocks=dropped.num_blocks[GPU],
+            num_cpu_blocks=dropped.num_blocks[CPU],
+            num_held_blocks=sum(dropped.num_held),
+            num_requests=num_requests,
+            num_waiting_blocks=num_left,
+            num_stored_objects=stored.num_objects,
+            left=left,
+        )
+
+    def _left_of(self, stored: StorageForget, num_users: int) -> Iterator[str]:
+        """What may still have something of a namespace that was forgotten."""
+        storage, peer = self._storage.settings, self._config.peer
+        if not stored.done.is_set():
+            yield "the store has not answered in time; forget the namespace again"
+        elif stored.why_not:
+            yield f"the store: {stored.why_not}"
+        if storage is not None and storage.kind != "file":
+            yield f"other instances that use the {storage.kind} store may write there again what they have cached"
+        if peer is not None:
+            yield "other instances that have received blocks, or receive them now, keep what they have"
+        if self._config.events is not None:
+            yield "the publisher of events keeps its last messages, which have tokens, to send them again"
+        if num_users:
+            yield "requests that run, and others that hold blocks, have them until they let them go"
+
 
 class CacheLife:
     """What a server asks of a cache alone: its engine has come to rest by itself, or bears what the verbs do."""
@@ -299,6 +377,7 @@ class CacheLife:
     def __init__(self, life: LifeCycle) -> None:
         self._life = life
         self.pause, self.resume, self.wake, self.clear = life.pause, life.resume, life.wake, life.clear
+        self.forget_namespace = life.forget_namespace
 
     @property
     def status(self) -> str:
@@ -312,3 +391,10 @@ class CacheLife:
     def update_weights(self, timeout_seconds: float, weights_id: str | None) -> None:
         """Forget what other weights have computed."""
         self._life.update_weights(weights_id, timeout_seconds)
+
+
+def _checked(verb: str, timeout_seconds: float) -> float:
+    """The time that somebody gives. Raises `ConfigError` where it is none."""
+    if not isinstance(timeout_seconds, int | float) or not 0 <= timeout_seconds <= _MAX_SECONDS:
+        raise ConfigError(f"{verb}: timeout_seconds is {timeout_seconds!r}; use 0 to {_MAX_SECONDS:.0f}")
+    return timeout_seconds

@@ -341,7 +341,7 @@ class PrefixCacheManager:
         self._expiry.stop()
         self.storage.detach()
         self.peers.road.close()
-        self._movement.client.stop()
+        self._movement.stop()
         self._seen.close()
         self.control.end()
         self._recorder.close()

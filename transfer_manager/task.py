@@ -60,6 +60,8 @@ class TaskKind(Enum):
     RECEIVE = "receive", _Traits(Lane.IN)  # a peer's GPU to ours
     END_RECEIVE = "end_receive", _Traits(Lane.IN, needs_all_ranks=False)  # nobody wants a receive any more
     PUBLISH = "publish", _Traits(Lane.OUT)  # tell others what has come to the cache and gone
+    WIPE = "wipe", _Traits(Lane.OUT)  # overwrite blocks of both tiers with zeros
+    FORGET = "forget", _Traits(Lane.OUT, outlives_engine=True)  # remove what storage has of a namespace
 
     def __new__(cls, value: str, traits: _Traits) -> Self:
         kind = object.__new__(cls)
@@ -74,7 +76,8 @@ class TransferTask:
     """Copy block `source_ids[i]` to block `destination_ids[i]`, in all layers of the full row, on every rank.
 
     Which tiers the ids are of follows from `kind`. Of a COPY `num_tokens` may be given: so many leading tokens of
-    each block are copied; and a `row` behind the full one: the ids are units of that one.
+    each block are copied; and a `row` behind the full one: the ids are units of that one. A WIPE copies nothing: its
+    sources are blocks of the CPU tier, and its destinations are blocks of the GPU.
 
     A swap with `units` moves a checkpoint: these are its units by row behind the full one, the ids of the CPU tier are
     its pages, and there are none of the GPU. A load does not fill those that are `LEFT_OUT`. It goes in steps, between
@@ -83,7 +86,8 @@ class TransferTask:
     A task of storage has the blocks' hashes, joined, in the order of the prompt, where the
     store asks for them the prompt's tokens up to there (int32, little-endian), and the ids of one tier only. A LOOKUP
     for a checkpoint has in `detail` a byte for each block: see `NO_STOP` in `storage.keys`. What else
-    a peer process has to know is in `detail`, too (`fastdeploy_cache.transfer_manager.peer.messages`).
+    a peer process has to know is in `detail`, too (`fastdeploy_cache.transfer_manager.peer.messages`). `owner` says
+    whose blocks these are: see `storage.keys.owner_mark`.
 
     `deadline` is on the clock of `SYSTEM_CLOCK.now()`, which all processes of a machine share.
     """
@@ -100,6 +104,7 @@ class TransferTask:
     detail: bytes = b""
     units: tuple[Int32Array, ...] = ()
     row: int = 0
+    owner: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True)

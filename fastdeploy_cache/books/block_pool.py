@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from itertools import islice
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -29,6 +29,7 @@ FREE, RUN, REQUEST, TASK, CALLER, CHECKPOINT = Owner  # looking a member up in i
 
 
 _WORDS = {FREE: "free", RUN: "cached", REQUEST: "a request's", TASK: "being copied into", CALLER: "a caller's own"}
+_TAINTED, _STALE = 1, 2  # marks of blocks
 _WORDS[CHECKPOINT] = "a checkpoint's"
 
 
@@ -47,6 +48,11 @@ class BlockPool:
         self.num_read = 0  # blocks that are being read and, if freed now, would not be free
         self._num_read_of = [0 for _ in Owner]  # how many of these each owner has
         self._one = array("i", [0])  # a block that goes home
+        # Whose bytes nobody else may see: freed, they are a task's, to be wiped. A byte for each, once there are any
+        self._marks, self._num_marked = bytearray(), 0
+        self.soiled = array("i")  # these, until somebody takes them to be wiped
+        self.has_stale = False  # some of those that were free may be so yet
+        self.on_soiled: Callable[[], object] | None = None  # called when there are more
 
     def owner(self, block_id: int) -> Owner:
         """Who owns a block."""
@@ -70,6 +76,8 @@ class BlockPool:
         """Change the owner of `ids`, none of them free; all of them or, on `BlockOwnerError`, none."""
         if not self._table.move(ids, giver, taker):
             self._refuse(ids, giver)
+        if self._num_marked and taker is RUN:
+            self._unmark(ids)
         if self._num_readers:
             num_read = sum(map(self._num_readers.__contains__, ids))
             self._num_read_of[giver] -= num_read
@@ -87,8 +95,8 @@ class BlockPool:
 
     @property
     def deferred_ids(self) -> list[int]:
-        """Blocks that were freed and are still being read."""
-        return [block_id for block_id, num_readers in self._num_readers.items() if num_readers < 0]
+        """Blocks that were freed, and are still being read or wait to be wiped."""
+        return [*(block_id for block_id, num_readers in self._num_readers.items() if num_readers < 0), *self.soiled]
 
     def begin_reading(self, ids: array[int]) -> None:
         """Something slow reads these: their owner may free them any time, but they are given out only after
@@ -115,7 +123,9 @@ class BlockPool:
                 continue
             del self._num_readers[block_id]
             self._num_read_of[self._table.owners[block_id]] -= 1
-            if num_readers < 0:
+            if num_readers < 0 and self._num_marked and self._marks[block_id]:
+                self._soil(block_id)
+            elif num_readers < 0:
                 self._one[0] = block_id
                 self._table.move(self._one, TASK, FREE)
             else:
@@ -129,9 +139,75 @@ class BlockPool:
 
     # -- ending
 
+    def taint(self, ids: Ids) -> None:
+        """Nobody else may see what these hold, none of which is free: when they are freed they are a task's, in
+        `soiled`, and free when that frees them once more."""
+        self._mark(np.frombuffer(ids, np.int32), _TAINTED)
+
+    def note_stale(self) -> None:
+        """The same of all that no run has now: what they hold of before, nobody knows. Free ones are given out
+        meanwhile, since nothing reads a block before it is written; and one that a run has is written whole."""
+        unclaimed = np.flatnonzero(np.frombuffer(self._table.owners, np.uint8) != RUN)
+        marks = self._view()[unclaimed]
+        self._mark(unclaimed[marks == 0], _STALE)
+        self.has_stale = True
+
+    def _view(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        if not self._marks:
+            self._marks = bytearray(self.num_blocks)
+        return np.frombuffer(self._marks, np.uint8)
+
+    def _mark(self, ids: np.ndarray[Any, Any], mark: int) -> None:
+        view = self._view()
+        self._num_marked += int(np.count_nonzero(view[ids] == 0))
+        view[ids] = mark
+
+    def _unmark(self, ids: Iterable[int]) -> None:
+        for block_id in ids:
+            if self._marks[block_id]:
+                self._marks[block_id] = 0
+                self._num_marked -= 1
+
+    def _stale_free(self) -> np.ndarray[Any, Any]:
+        owners = np.frombuffer(self._table.owners, np.uint8)
+        return np.flatnonzero((owners == FREE) & (self._view() != 0))
+
+    @property
+    def num_stale(self) -> int:
+        """How many are free that hold what nobody knows, and are not wiped yet; a walk over the pool."""
+        return len(self._stale_free()) if self.has_stale else 0
+
+    @property
+    def num_marked(self) -> int:
+        """How many are to be wiped when they are freed, and are not free or soiled by now."""
+        return self._num_marked
+
+    def soil_stale(self, at_most: int) -> None:
+        """Take up to so many of these to be wiped; a walk over the pool."""
+        found = self._stale_free()
+        ids = array("i", found[:at_most].tolist())
+        self.soiled.extend(ids)
+        self._table.move(ids, FREE, TASK)
+        self.num_free = self._table.num_free
+        self._unmark(ids)
+        self.has_stale = len(found) > at_most  # none comes back: what is freed of them is soiled
+
+    def _soil(self, block_id: int) -> None:
+        self._marks[block_id] = 0
+        self._num_marked -= 1
+        self.soiled.append(block_id)
+        if self.on_soiled is not None:
+            self.on_soiled()
+
+    def _is_clean(self, ids: Ids) -> bool:
+        """Whether all of these can be free as they are."""
+        marks = self._marks
+        return not any(marks[block_id] for block_id in ids)
+
     def free(self, ids: Ids, giver: Owner) -> None:
         """Take `ids` back from their owner; all of them or, on `BlockOwnerError`, none. Needs no memory."""
-        if self._num_readers and not self._num_readers.keys().isdisjoint(ids):
+        is_read = self._num_readers and not self._num_readers.keys().isdisjoint(ids)
+        if is_read or (self._num_marked and not self._is_clean(ids)):
             self.check(ids, giver)
             self.free_each(ids, giver)
             return
@@ -145,9 +221,12 @@ class BlockPool:
         try:
             for block_id in ids:
                 num_readers = self._num_readers.get(block_id, 0)
-                self._one[0] = block_id
-                if num_readers < 0 or not self._table.move(self._one, giver, TASK if num_readers else FREE):
+                self._one[0], is_tainted = block_id, self._num_marked > 0 and self._marks[block_id] > 0
+                taker = TASK if num_readers or is_tainted else FREE
+                if num_readers < 0 or not self._table.move(self._one, giver, taker):
                     self._refuse(self._one, giver)
+                if is_tainted and not num_readers:
+                    self._soil(block_id)
                 if num_readers:
                     self._num_readers[block_id] = -num_readers
                     self._num_read_of[giver] -= 1

@@ -69,6 +69,18 @@ class Forgotten(Change):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
+class NamespaceForgotten(Change):
+    """Nothing that was cached of a namespace counts any more, nor what else is remembered of it."""
+
+    namespace: str
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Soiled(Change):
+    """Blocks have been freed whose bytes nobody else may see."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class TierLost(Change):
     """The bytes of a tier are gone, as its memory was given back or lost; what has no other place is forgotten."""
 

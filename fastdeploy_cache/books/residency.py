@@ -18,6 +18,7 @@ from fastdeploy_cache.books.tenants.shares import Shares
 from fastdeploy_cache.ipc.clock import Clock
 
 Pools = tuple[BlockPool, BlockPool]  # by Tier
+FORGOTTEN = -1  # an epoch of its own: of what a forgotten namespace has left, which is no room for anybody
 Policy = GuardedPolicy | TenantPolicies  # the last where there are tenants
 
 
@@ -35,6 +36,7 @@ class Residency:
         self.shares: Shares | None = None  # where there are tenants
         self.epoch = 0
         self.num_protected = [0, 0]  # held blocks by Tier
+        self.num_doomed = [0, 0]  # by Tier, blocks of forgotten namespaces that nobody holds: to be wiped, not evicted
         self.block_bytes = block_bytes
         self._forgotten_by = Loss.RESET  # what is of an older epoch
         self.graves = Graves(self._forget, pools)
@@ -50,7 +52,7 @@ class Residency:
             return self.shares.num_available(tier, tenant)
         pool = self.pools[tier]
         count = pool.count
-        num_evictable = count(RUN) - self.num_protected[tier]
+        num_evictable = count(RUN) - self.num_protected[tier] - self.num_doomed[tier]
         if tier and self.checkpoints is not None:
             num_evictable += count(CHECKPOINT) - self.checkpoints.num_pinned_pages
         if pool.num_read:  # frees nothing yet; some of it may be held, too, and on the GPU most is a caller's own
@@ -107,6 +109,8 @@ class Residency:
         """Give the run's ids in a tier behind the first `num_left` back; none of them is held."""
         num_gone = len(run.cpu if tier else run.gpu) // ID_BYTES - num_left
         if num_gone > 0:
+            if run.epoch == FORGOTTEN:
+                self.num_doomed[tier] -= num_gone
             run.free_ids(tier, num_left, self.pools[tier])
             if not num_left:
                 self.count_child(run, tier, -1)
@@ -149,12 +153,16 @@ class Residency:
         self.num_protected[tier] += change
         if self.shares is not None:
             self.shares.held(run, tier, change)
+        if run.epoch == FORGOTTEN:
+            self.num_doomed[tier] -= change
 
     def _count_held_copies(self, run: Run, before: int, held: int, num_gpu_more: int) -> None:
         start, end = run.cpu_start, run.cpu_start + len(run.cpu) // ID_BYTES
         self.count_held(run, CPU, max(0, min(held, end) - start) - max(0, min(before, end) - start))
         if self.shares is not None:
             self.shares.held(run, GPU, num_gpu_more)
+        if run.epoch == FORGOTTEN:
+            self.num_doomed[0] -= num_gpu_more
 
     def hold(self, run: Run) -> None:
         """Count anew what of a run is held, after its pins or its children's have changed, and so on upwards."""
@@ -175,7 +183,7 @@ class Residency:
             # as in `evicting.evict_tail`, a call of min() would cost more than all the rest
             more = (held if held < num_gpu else num_gpu) - (before if before < num_gpu else num_gpu)  # noqa: FURB136
             self.num_protected[0] += more
-            if run.cpu or self.shares is not None:
+            if run.cpu or self.shares is not None or run.epoch == FORGOTTEN:
                 self._count_held_copies(run, before, held, more)
             run.num_held = held
             if held < before:

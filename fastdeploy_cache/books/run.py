@@ -315,6 +315,13 @@ class Run(msgspec.Struct, gc=False, eq=False):
         if self.hashes:
             self.hashes = b""
 
+    def root(self) -> Run:
+        """That of its namespace."""
+        run = self
+        while run.parent is not None:
+            run = run.parent
+        return run
+
     def path(self) -> list[Run]:
         """The runs from below the root down to this one."""
         runs, run = [], self

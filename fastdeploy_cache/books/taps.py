@@ -34,6 +34,7 @@ class Loss(IntEnum):
 Came = Callable[[Run, Tier, int, int], object]
 Left = Callable[[Run, Tier, int, int, Loss], object]
 Ended = Callable[[Run, int, Loss], object]
+Hidden = Callable[[Run], object]
 Shaped = Callable[[Run, Run], object]
 Anchored = Callable[[Checkpoint, Tier], object]
 Lifted = Callable[[Checkpoint, Tier, Loss], object]
@@ -51,6 +52,7 @@ class Taps:
         came: a run has `num_blocks` more blocks in a tier, from its block `first` on. After `began`.
         left: a run loses these in that tier, and has its tokens yet: (run, tier, first, num_blocks, why).
         ended: a run is about to lose its blocks from `first` on in all tiers, and their tokens: (run, first, why).
+        hidden: nobody finds a run any more, whose blocks go when nobody holds them; children first: (run).
         parted: the first blocks of a run are those of a new one above it now: (upper, lower).
         joined: what a run had is at the end of the one above it now, and the lower one is about to go: (upper, lower).
         anchored: a checkpoint has come to a tier: (checkpoint, tier).
@@ -61,6 +63,7 @@ class Taps:
     came: tuple[Came, ...] = ()
     left: tuple[Left, ...] = ()
     ended: tuple[Ended, ...] = ()
+    hidden: tuple[Hidden, ...] = ()
     parted: tuple[Shaped, ...] = ()
     joined: tuple[Shaped, ...] = ()
     anchored: tuple[Anchored, ...] = ()

@@ -44,6 +44,11 @@ class RememberedSessions:
         found = self._last.get((namespace, session_id))
         return found[0] if found is not None else None
 
+    def forget_namespace(self, namespace: str) -> None:
+        """All of a namespace have ended."""
+        for name in [name for name in self._last if name[0] == namespace]:
+            self.forget(*name)
+
     def forget(self, namespace: str, session_id: str) -> None:
         """It has ended."""
         _, num_bytes = self._last.pop((namespace, session_id), (None, 0))

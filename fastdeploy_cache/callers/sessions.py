@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import NamespaceForgotten
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.books.tokens import PackedTokens, TokenIds, pack
 from fastdeploy_cache.callers.private_part import forget, leave_gpu
@@ -84,6 +85,7 @@ class Sessions:
         self._numbers = itertools.count(1)
         self.pinning: Pinning | None = None  # what `retain` pins with
         books.listen(TaskEnded, self._on_task_ended)
+        books.listen(NamespaceForgotten, lambda change: self._remembered.forget_namespace(change.namespace))
 
     def ended(self, request: Request) -> None:
         """A request that names a session is over. A turn of its own; its release has happened, whatever comes here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from fastdeploy_cache.books.block_pool import TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Change
 from fastdeploy_cache.books.path import Part
+from fastdeploy_cache.books.residency import FORGOTTEN
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
 from fastdeploy_cache.books.transfer import Cargo, Segment, Transfer
 from fastdeploy_cache.ipc.codec import Int32Array
@@ -78,7 +79,8 @@ class BlockMover:
             has_room = mishaps.ask("client", lambda: client.has_room(kind, num_tasks), otherwise=False)
         if has_room:
             return True
-        self.num_refused[kind] += mishaps.ask("client", lambda: client.available, otherwise=False)
+        if kind.is_swap:
+            self.num_refused[kind] += mishaps.ask("client", lambda: client.available, otherwise=False)
         return False
 
     @property
@@ -144,6 +146,26 @@ class BlockMover:
         transfer.cargo = cargo
         self._send(transfer, self._new_task(transfer, kind, sources, cargo.ids, num_tokens))
         return transfer
+
+    def wipe(self, tier: Tier, ids: array[int], give: Callable[[bool], None]) -> None:
+        """Start overwriting blocks of a tier, which are the task's, with zeros. `give` gives them away when all ranks
+        have answered; where this raises they stay the caller's."""
+        transfer, nothing = self.new_transfer(tier), array("i")
+        transfer.cargo = CallersBlocks(self._books, ids, (), give)
+        of_cpu, of_gpu = (ids, nothing) if tier is CPU else (nothing, ids)
+        self._send(transfer, self._new_task(transfer, TaskKind.WIPE, of_cpu, of_gpu))
+
+    def taint_forgotten(self) -> None:
+        """What is on its way to runs of forgotten namespaces, or from them, nobody else may see."""
+        for transfer in self.in_flight.values():
+            pool = self._tree.pools[transfer.tier]
+            for segment in transfer.segments:
+                if segment.run.epoch == FORGOTTEN:
+                    pool.taint(segment.ids)
+            for ids in transfer.kept:
+                pool.taint(ids)
+            if isinstance(transfer.cargo, OneBlock) and any(pin.run.epoch == FORGOTTEN for pin in transfer.cargo.pins):
+                pool.taint(transfer.cargo.block_ids)
 
     def send_image(
         self, transfer: Transfer, cargo: Cargo, kind: TaskKind, pages: array[int], units: Sequence[array[int]]

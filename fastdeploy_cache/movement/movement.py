@@ -12,6 +12,7 @@ from fastdeploy_cache.movement.image_copies import ImageCopies
 from fastdeploy_cache.movement.images import ImageMover
 from fastdeploy_cache.movement.loader import Loader
 from fastdeploy_cache.movement.unit_copies import UnitCopier
+from fastdeploy_cache.movement.wiper import Wiper
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 
 if TYPE_CHECKING:
@@ -29,12 +30,19 @@ class Movement:
         self.mover = BlockMover(books, client, config.transfer.task_timeout_seconds)
         self.images = ImageMover(books, books.rows, self.mover) if books.rows is not None else None
         self.units = UnitCopier(books, books.rows, self.mover) if books.rows is not None else None
+        self.wiper = Wiper(books, self.mover)
         copies = ImageCopies(config, books, self.images) if self.images is not None else None
         self.copy_down = CopyDown(config, books, self.mover, copies)
         self.loader = Loader(config, books, self.mover, self.speeds, images=self.images)
+
+    def stop(self) -> None:
+        """The cache is closed: the processes end."""
+        self.wiper.stop()
+        self.client.stop()
 
     def be_quiet(self, quiet: bool) -> None:
         """Start nothing from now on, or go on, first of all with what should be copied down."""
         self.mover.be_quiet(quiet)
         if not quiet:
             self.copy_down.go_on()
+            self.wiper.go_on()

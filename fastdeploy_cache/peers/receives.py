@@ -11,9 +11,11 @@ from itertools import islice
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import REQUEST, TASK
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import NamespaceForgotten
 from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.growing import insert
 from fastdeploy_cache.books.path import coming_and_cold, coming_ids, num_gpu
+from fastdeploy_cache.books.residency import FORGOTTEN
 from fastdeploy_cache.books.run import GPU, Pin
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.errors import OutOfBlocksError
@@ -69,6 +71,7 @@ class PeerReceives:
         self._ends = EndCheckpoints(books, movement.images, most_inner)
         self._by_task: dict[int, OpenReceive] = {}
         self._by_request: dict[str, OpenReceive] = {}  # that are wanted
+        books.listen(NamespaceForgotten, self._on_namespace_forgotten)
 
     def __len__(self) -> int:
         return len(self._by_task)
@@ -254,6 +257,15 @@ class PeerReceives:
         for request_id, mine in list(self._by_request.items()):
             if mine.task_id in self._by_task:
                 self.forget(request_id)
+
+    def _on_namespace_forgotten(self, forgotten: NamespaceForgotten) -> None:
+        """What is on its way joins nothing, and nobody else may see it; what has landed is held for nobody."""
+        for mine in {*self._by_task.values(), *self._by_request.values()}:
+            if mine.namespace == forgotten.namespace:
+                mine.generation = FORGOTTEN
+                self._tree.pools[0].taint(mine.ids)
+                if mine.task_id not in self._by_task:
+                    self.forget(mine.receive.request_id)
 
     def _let_go(self, mine: OpenReceive) -> None:
         if self._by_request.get(mine.receive.request_id) is mine:

@@ -46,6 +46,8 @@ class Prefetches:
             reads, epoch = self._storage.reads, books.tree.epoch
             if not (self._config.enable_prefix_caching and reads.wants(num_missing)):
                 return found
+            if self._storage.is_forgetting(request.namespace):
+                return found
             path, _ = books.tree.find(request.namespace, keys, first)
             parent_hash = books.tree.names.at(path, first) or root_hash(request.namespace, size)
         started = books.clock.now()
@@ -57,6 +59,8 @@ class Prefetches:
         with books:
             books.tree.names.count(num_missing, seconds)
             if request.request_id in self._matched or self._storage.reads is not reads:  # a match, a detach was faster
+                return found
+            if self._storage.is_forgetting(request.namespace):
                 return found
             reads.start(prefetch)
         return found.with_fetch(prefetch)

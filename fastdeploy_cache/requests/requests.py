@@ -80,7 +80,7 @@ class Requests:
         self._most_tokens = books.pools[GPU].num_blocks * config.block_size if not config.tenants else -1
         self.prefetches = Prefetches(config, books, storage, self._requests)
         self.listener: RequestListener | None = None
-        self.offered = set[ActiveRequest]()
+        self.offered, self._forgotten = set[ActiveRequest](), set[ActiveRequest]()
         self.keep_offered: Callable[[ActiveRequest, array[int]], Callable[[], array[int]]] = _keep_none
         books.listen(Fetched, self._on_fetched)
 
@@ -340,6 +340,9 @@ class Requests:
             self._misses.computing.end(active)
         if self.listener is not None:
             self.listener.released(active)
+        if active in self._forgotten:
+            self.books.pools[GPU].taint(active.private_ids())
+            self._forgotten.discard(active)
         del self._requests[active.request.request_id]  # after what may lack memory: a failed release can be repeated
         if take_over is None:
             active.free_private(self.books.pools[GPU])
@@ -352,6 +355,17 @@ class Requests:
             self._mover.cancel_unwanted(loads)
 
     # -- all of them
+
+    def forget_namespace(self, namespace: str) -> int:
+        """Requests of a namespace that is forgotten go on with what they have: their blocks, and what they compute from
+        now on, are found by nobody, and wiped when they are released. Returns how many there are."""
+        found = [active for active in self if active.request.namespace == namespace]
+        for active in found:
+            self._forgotten.add(active)
+            if active.phase is WAITING:
+                self.matcher.settle(active)
+            active.is_detached = True
+        return len(found)
 
     def settle_all(self) -> None:
         """The bytes of a tier are about to go: fix every match at what is there, with nothing in flight."""

@@ -39,6 +39,9 @@ class NoReads:
     def revoke(self, prefetch: StoragePrefetch) -> None:
         """It has ended with its store."""
 
+    def stop(self, namespace: str | None = None) -> None:
+        """Nothing is being fetched."""
+
 
 class NoTier:
     """See `StorageTier`."""

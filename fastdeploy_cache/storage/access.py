@@ -19,6 +19,7 @@ from fastdeploy_cache.ipc.shortage import is_shortage, limit_of
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.storage.absent import NoReads, NoTier
+from fastdeploy_cache.storage.forget import StorageForget
 from fastdeploy_cache.storage.prefetch import Holding, StoragePrefetch
 from fastdeploy_cache.transfer_manager.client import RankStatus
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 logger = event_log(__name__)
 
 _FOREVER_SECONDS = 1e9
+
+_NOT_ATTACHED = "none is attached; one that was keeps what it has: attach it, and forget the namespace again"
 
 
 class StorageAccess:
@@ -210,6 +213,18 @@ class StorageAccess:
     def write(self, path: Sequence[Run]) -> None:
         """Write these runs now, whatever the policies say; what is on the GPU only is copied down for it."""
         self._tier.write(path)
+
+    def forget_namespace(self, namespace: str) -> StorageForget:
+        """Fetch no more of a namespace, and remove what the store has of it."""
+        for tier in (*self._beside, self._tier):
+            tier.reads.stop(namespace)
+        if isinstance(self._tier, NoTier):
+            return StorageForget(namespace, self._books.clock.event(), _NOT_ATTACHED)
+        return self._tier.forgets.start(namespace)
+
+    def is_forgetting(self, namespace: str) -> bool:
+        """Whether the store is removing what it has of a namespace."""
+        return not isinstance(self._tier, NoTier) and self._tier.forgets.are_about(namespace)
 
     def be_quiet(self, quiet: bool) -> None:
         """Start nothing more, and answer who waits; or go on."""

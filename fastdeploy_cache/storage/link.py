@@ -188,6 +188,7 @@ class StorageLink:
         token_ids: bytes = b"",
         priority: float | None = None,
         detail: bytes = b"",
+        owner: bytes = b"",
     ) -> TransferTask:
         """A task with its own deadline, for `outbox.put`."""
         task_id, self._next_task_id = self._next_task_id, self._next_task_id + 1
@@ -201,4 +202,5 @@ class StorageLink:
             token_ids=token_ids,
             priority=priority,
             detail=detail,
+            owner=owner,
         )

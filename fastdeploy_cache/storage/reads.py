@@ -16,13 +16,14 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import RoomCame
 from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.mishaps import contained
+from fastdeploy_cache.books.residency import FORGOTTEN
 from fastdeploy_cache.books.run import CPU, Pin
 from fastdeploy_cache.storage.checkpoint_reads import CheckpointReads
 from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.storage.prefetch import Fetched, PrefetchEnded, StorageLimits, StoragePrefetch
 from fastdeploy_cache.storage.room import PrefetchRoom
 from fastdeploy_cache.storage.unasked import UnaskedStore
-from fastdeploy_cache.transfer_manager.storage.keys import NO_STOP
+from fastdeploy_cache.transfer_manager.storage.keys import NO_STOP, owner_mark
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 T = TypeVar("T")
@@ -135,14 +136,19 @@ class StorageReads:
             if prefetch in self._waiting:
                 self._end(prefetch)
 
-    def stop(self) -> None:
+    def stop(self, namespace: str | None = None) -> None:
         """The store is being detached, or must be quiet: nobody waits for it any more. Nor does a match that follows
         one of which pieces are on their way: with its last piece it would wait for room here, and another store's
-        reads would be asked to revoke it."""
+        reads would be asked to revoke it. Or a `namespace` is forgotten: nobody sees what is on its way of it."""
         flying = [*self._lookups.values(), *(piece.prefetch for piece in self._pieces.values())]
         for prefetch in (*self._by_request.values(), *self._waiting, *flying):
-            self.revoke(prefetch)
-        self._by_request.clear()
+            if namespace in {None, prefetch.namespace}:
+                prefetch.epoch = prefetch.epoch if namespace is None else FORGOTTEN
+                self.revoke(prefetch)
+        if namespace is None:
+            self._by_request.clear()
+        for piece in [each for each in self._pieces.values() if each.prefetch.namespace == namespace]:
+            self._pool.taint(piece.ids)
 
     def _cancel(self, prefetch: StoragePrefetch) -> None:
         self._link.cancel(prefetch.task_ids)
@@ -254,14 +260,14 @@ class StorageReads:
         num_pages = self.checkpoints.num_pages(prefetch)
         if num_pages > self._room.num_blocks(prefetch):
             return False
-        prefetch.lacks_image = False
+        prefetch.lacks_image, owner = False, owner_mark(prefetch.namespace)
         if not num_pages:  # at a boundary of chunks there is nothing to read
             self._land_image(prefetch, array("i"))
             return True
         ids = self._books.take(num_pages, CPU, TASK)
         try:
-            names = self.checkpoints.names(prefetch)
-            task = self._link.new_task(TaskKind.PREFETCH, names, destinations=ids, priority=prefetch.priority)
+            names, priority = self.checkpoints.names(prefetch), prefetch.priority
+            task = self._link.new_task(TaskKind.PREFETCH, names, destinations=ids, priority=priority, owner=owner)
             self._send(prefetch, task, self._pieces, _Piece(prefetch, prefetch.first, ids[:], is_image=True))
         except BaseException:
             self._pool.free(ids, TASK)
@@ -281,14 +287,12 @@ class StorageReads:
     def _new_task(
         self, kind: TaskKind, prefetch: StoragePrefetch, start: int, num_blocks: int, ids: array[int] | None
     ) -> TransferTask:
-        tokens, end = b"", start + num_blocks
-        if self._link.client.needs_token_ids:
-            tokens = prefetch.keys.part(0, (prefetch.first + end) * self._tree.block_bytes)
+        end, needs_tokens = start + num_blocks, self._link.client.needs_token_ids
+        tokens = prefetch.keys.part(0, (prefetch.first + end) * self._tree.block_bytes) if needs_tokens else b""
         hashes = prefetch.hashes[start * HASH_BYTES : end * HASH_BYTES]
         stops = prefetch.stops if kind is TaskKind.LOOKUP else b""
-        return self._link.new_task(
-            kind, hashes, destinations=ids, token_ids=tokens, priority=prefetch.priority, detail=stops
-        )
+        task = functools.partial(self._link.new_task, kind, hashes, owner=owner_mark(prefetch.namespace))
+        return task(destinations=ids, token_ids=tokens, priority=prefetch.priority, detail=stops)
 
     # -- ending
 

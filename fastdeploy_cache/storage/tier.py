@@ -14,6 +14,7 @@ from fastdeploy_cache.movement.block_mover import TaskEnded
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.stats import StorageTierStats
 from fastdeploy_cache.storage.audits import StorageAudits
+from fastdeploy_cache.storage.forgets import StorageForgets
 from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.storage.prefetch import StorageLimits, StorageTaskEnded, StorageWentIdle
 from fastdeploy_cache.storage.reads import StorageReads
@@ -41,6 +42,7 @@ class StorageTier:
         self.reads = StorageReads(books, self.link, limits, UnaskedStore(config, limits.min_blocks))
         self.writes = StorageWrites(books, self.link, limits)
         self.audits = StorageAudits(books, self.link)
+        self.forgets = StorageForgets(books, self.link)
         self.write_out = WriteOut(config, books, self.writes, movement.copy_down)
         self.settled = books.clock.event()  # nothing is on its way
         self.settled.set()
@@ -86,7 +88,8 @@ class StorageTier:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is on its way, and nothing queued."""
-        return self.reads.is_idle and self.writes.is_idle and self.audits.is_idle and not self.link.is_probing
+        is_busy = self.link.is_probing or not self.forgets.is_idle
+        return self.reads.is_idle and self.writes.is_idle and self.audits.is_idle and not is_busy
 
     @property
     def tasks_in_flight(self) -> Mapping[str, int]:
@@ -162,6 +165,8 @@ class StorageTier:
                 self.write_out.go_on(written)
         elif self.audits.has_asked(result.task.task_id):
             self.audits.finish(result)
+        elif self.forgets.has_asked(result.task.task_id):
+            self.forgets.finish(result)
         else:
             self.reads.finish(result)
 

@@ -14,6 +14,7 @@ from fastdeploy_cache.launch.faults.story import Act
 
 _NUM_SESSIONS, _CHANCES = 3, (None, None, 0.1, 0.9)
 _RETAIN_SECONDS: Final = 0.5
+_FORGETS_ONE_OF, _FORGET_SECONDS = 3, 2.0
 T = TypeVar("T")
 
 
@@ -57,9 +58,12 @@ class Agent:
         ]
         if len(self._kept) > 1:
             self.let_go()
-        verb, hint = hints[number % len(hints)]
+        (verb, hint), seconds = hints[number % len(hints)], 0.0
+        if self._user.engine.settings.tenants and space and not number % _FORGETS_ONE_OF:
+            verb, seconds = "forget_namespace", _FORGET_SECONDS
+            hint = partial(self._cache.life.forget_namespace, space, seconds)
         try:
-            self._user.call(verb, hint)
+            self._user.call(verb, hint, seconds)
             self._user.engine.seen[f"hint: {verb}"] += 1
         except (ControlError, RequestError, LifeCycleError, PromptTooLongError):
             return  # nothing of it is cached, a model of several rows, a cache that is asleep, or more than fits

@@ -342,7 +342,8 @@ class StoryEngine:
     def _is_at_rest(cache: PrefixCacheManager) -> bool:
         stats = cache.stats()
         is_handing_over = stats.num_open_sends or stats.num_open_receives
-        is_copying = stats.num_transfers_in_flight or (stats.cpu is not None and stats.cpu.num_in_flight)
+        is_copying = stats.num_transfers_in_flight or stats.gpu.num_in_flight
+        is_copying = is_copying or (stats.cpu is not None and stats.cpu.num_in_flight)
         has_own = stats.num_requests > 0  # every user has left: what a hint brings is on its way
         return not is_copying and not is_handing_over and not has_own and cache.storage.is_idle
 

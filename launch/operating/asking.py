@@ -22,7 +22,7 @@ _OTHERS = (
     "--run-dir run is for one that ./launch/start.sh has started, --socket PATH for any cache with a control socket"
 )
 _LONG_SECONDS = 120.0  # the same where the whole cache is walked through
-_LONG = ("verify", "pin", "set-policy", "write-flight")
+_LONG = ("verify", "forget", "pin", "set-policy", "write-flight")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastdeploy_cache.errors import counted, duration, named
+from fastdeploy_cache.errors import counted, duration
 from fastdeploy_cache.launch.operating.asking import SOMETHING_IS_WRONG, RunningCache
 from fastdeploy_cache.launch.options import spread
 
@@ -134,6 +134,21 @@ def unpin(cache: RunningCache, name: Annotated[str, typer.Argument(help="Of the 
     """
     found = cache.look("unpin", name=name)
     cache.show(found, lambda: f"unpinned {counted(found['num_blocks'], 'block')}")
+
+
+@operating_app.command(epilog="Example: fastdeploy-cache forget acme")
+@spread
+def forget(cache: RunningCache, namespace: Annotated[str, typer.Argument(help="Of a tenant's requests.")]) -> int:
+    """Forget all that is cached of a namespace, and overwrite it.
+
+    Exit status 0: nothing is left that the cache knows of; 1: refused; 3: nobody listens there; 4: something may be
+    left, and is named.
+    """
+    from fastdeploy_cache.launch.operating.text import forget_lines
+
+    found = cache.look("forget", namespace=namespace)
+    cache.show(found, lambda: forget_lines(found))
+    return SOMETHING_IS_WRONG if found["left"] or found["num_waiting_blocks"] else 0
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache pins")
@@ -353,30 +368,17 @@ def control_cache(
 
     Exit status 0: done; 1: refused or failed; 3: nobody listens there.
     """
+    from fastdeploy_cache.launch.operating.text import done_text, restarted_line
+
     _check_control(verb, name, tier, timeout)
     if verb == _RESTART:
         found = cache.look(verb, rank=None if name is None else int(name))
-        cache.show(found, lambda: _restarted(found["ranks"]))
+        cache.show(found, lambda: restarted_line(found["ranks"]))
         return
     given = {"tiers": tier or None, "weights_id": name}
     fields = {name: value for name, value in given.items() if value is not None}
     status = cache.ask(verb, timeout, **fields)
-    cache.show({"status": status}, lambda: _done(verb, name, tier or []) + status)
-
-
-def _restarted(ranks: list[int]) -> str:
-    if not ranks:
-        return "nothing to restart: every rank has its process"
-    return f"{named('rank', ranks, 'is', 'are')} being started; `fastdeploy-cache ranks` shows whether that helps"
-
-
-def _done(verb: str, weights_id: str | None, tiers: list[str]) -> str:
-    """What was done, where the status that follows does not say it."""
-    if verb == "clear":
-        return "cleared; "
-    if verb == "update-weights":
-        return f"cleared, for the weights {weights_id!r}; " if weights_id is not None else "cleared, for new weights; "
-    return f"the {tiers[0].upper()} tier alone was put to sleep; " if len(set(tiers)) == 1 else ""
+    cache.show({"status": status}, lambda: done_text(verb, name, tier or []) + status)
 
 
 def _check_control(verb: str, name: str | None, tier: list[str] | None, timeout: float) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.tree import Tree
 
-from fastdeploy_cache.errors import counted, duration
+from fastdeploy_cache.errors import counted, duration, named
 from fastdeploy_cache.launch.findings import table_of
 
 WHAT_IF_NOT_KNOWN = (
@@ -195,3 +195,33 @@ def pins_table(pins: Sequence[Mapping[str, Any]]) -> Table:
         told, columns = [*told, "checkpoint_tokens"], [*columns, "goes\non at"]
     rows = [(*(each.get(name) for name in told), seconds_ago(each["seconds_left"])) for each in pins]
     return table_of((*columns, "ends in"), rows, words=_WORDS)
+
+
+def forget_lines(found: Mapping[str, Any]) -> list[str]:
+    """What has become of what a namespace had, and what may be left of it."""
+    num_gpu, num_cpu, num_held = (found[f"num_{name}_blocks"] for name in ("gpu", "cpu", "held"))
+    lines = [f"forgotten: {counted(num_gpu, 'block')} on the GPU, {num_cpu} in the CPU tier"]
+    if found["num_stored_objects"]:
+        lines.append(f"removed from the store: {counted(found['num_stored_objects'], 'object')}")
+    if num_held:
+        num_requests = counted(found["num_requests"], "running request")
+        lines.append(f"still held: {counted(num_held, 'block')}, with {num_requests}")
+    if found["num_waiting_blocks"]:
+        lines.append(f"not overwritten yet: {counted(found['num_waiting_blocks'], 'block')}; nobody gets them before")
+    return [*lines, *(f"may be left: {each}" for each in found["left"])]
+
+
+def restarted_line(ranks: list[int]) -> str:
+    """Which ranks are being started."""
+    if not ranks:
+        return "nothing to restart: every rank has its process"
+    return f"{named('rank', ranks, 'is', 'are')} being started; `fastdeploy-cache ranks` shows whether that helps"
+
+
+def done_text(verb: str, weights_id: str | None, tiers: list[str]) -> str:
+    """What was done, where the status that follows does not say it."""
+    if verb == "clear":
+        return "cleared; "
+    if verb == "update-weights":
+        return f"cleared, for the weights {weights_id!r}; " if weights_id is not None else "cleared, for new weights; "
+    return f"the {tiers[0].upper()} tier alone was put to sleep; " if len(set(tiers)) == 1 else ""

@@ -227,3 +227,29 @@ def test_leading_tokens_are_copied_and_the_others_stay(
                 expected_bytes += expected[0][first].nbytes
             assert layer[part.name].tobytes() == expected.tobytes()
     assert moved == 3 * expected_bytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_wiped_blocks_are_zeros(make: Callable[[str], Bench], layout: str) -> None:
+    """All bytes of the wiped blocks of both tiers are zeros then, and no byte beside them has changed."""
+    bench = make(layout)
+    bench.fill(21)
+    before, images = [piece.copy() for piece in bench.pieces()], bench.images.copy()
+    num_bytes = bench.device.wipe(np.array([3, 1], np.int32), np.array([2], np.int32))
+    assert num_bytes == 3 * bench.layout.block_bytes
+    for piece, known in zip(bench.pieces(), before, strict=True):
+        known[[3, 1]] = 0
+        np.testing.assert_array_equal(piece, known)
+    images[2] = 0
+    np.testing.assert_array_equal(bench.images, images)
+
+
+def test_ids_outside_are_not_wiped(make: Callable[[str], Bench]) -> None:
+    """An id outside its pool is refused, and nothing is overwritten."""
+    bench = make(next(iter(LAYOUTS)))
+    bench.fill(22)
+    before = bench.everything()
+    for gpu, cpu in (([0, NUM_GPU], []), ([], [NUM_CPU]), ([-1], [0])):
+        with pytest.raises(DeviceError, match="leave the pool"):
+            bench.device.wipe(np.array(gpu, np.int32), np.array(cpu, np.int32))
+    assert bench.everything() == before

@@ -12,6 +12,7 @@ import pytest
 from fastdeploy_cache.errors import StorageError, StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage import open_storage
 from fastdeploy_cache.transfer_manager.storage.base import Blocks, seal
+from fastdeploy_cache.transfer_manager.storage.keys import owned, owner_mark
 from tests.rigs.faulty_storage import FaultyStorage
 from tests.rigs.places import MemoryPlace, Place
 
@@ -311,3 +312,20 @@ def _faulty(**faults: int) -> tuple[FaultyStorage, Any]:
     store = open_storage("tests.rigs.faulty_storage:FaultyStorage", options, place.space(), prompt.segment)
     assert isinstance(store, FaultyStorage)
     return store, prompt
+
+
+def test_what_an_owner_has_is_removed(place: Place) -> None:
+    """All objects with an owner's mark are gone, in one call, and those of others are not; also when opened again."""
+    store, prompt = place.open(place.space(5000))
+    mine, theirs = owner_mark("mine"), owner_mark("theirs")
+    marks = [mine if number % 2 else theirs for number in range(len(prompt.hashes))]
+    prompt.hashes = [owned(name, mark) for name, mark in zip(prompt.hashes, marks, strict=True)]
+    store.write(prompt.blocks())
+    assert all(store.find(prompt.hashes))
+    assert store.remove_owned(place.weights_id, mine) == marks.count(mine)
+    assert list(store.find(prompt.hashes)) == [mark == theirs for mark in marks]
+    assert store.remove_owned(place.weights_id, mine) == 0
+    store.close()
+    again, prompt = place.open(place.space(5000))
+    prompt.hashes = [owned(name, mark) for name, mark in zip(prompt.hashes, marks, strict=True)]
+    assert list(again.find(prompt.hashes)) == [mark == theirs for mark in marks]

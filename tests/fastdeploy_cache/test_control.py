@@ -29,7 +29,7 @@ from fastdeploy_cache.requests.explanation import Explanation, Miss
 from tests.rigs.command_line import CLI
 
 if TYPE_CHECKING:
-    from fastdeploy_cache.insight.control.messages import ActionVerbs, HintVerbs, LookVerbs, TellVerbs
+    from fastdeploy_cache.insight.control.messages import ActionVerbs, ForgetVerb, HintVerbs, LookVerbs, TellVerbs
 
 KILLED = """
 import os, signal, sys
@@ -88,7 +88,7 @@ class Stub:
 
 def subject_of(stub: Stub) -> Subject:
     looks, tells, acts = cast("LookVerbs", stub), cast("TellVerbs", stub), cast("ActionVerbs", stub)
-    return Subject(stub, looks, tells, acts, cast("HintVerbs", stub))
+    return Subject(stub, looks, tells, acts, cast("HintVerbs", stub), cast("ForgetVerb", stub))
 
 
 @pytest.fixture

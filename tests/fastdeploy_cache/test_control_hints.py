@@ -36,7 +36,7 @@ def test_hints_get_through(tmp_path: Path) -> None:
     path, noted = tmp_path / "private" / "serve.sock", Noted()
     other: Any = noted
     server = ControlServer(path)
-    server.start(Subject(other, other, other, other, noted))
+    server.start(Subject(other, other, other, other, noted, other))
     try:
         assert look(path, "release-session", 5, session="a") == {"num_blocks": 3}
         assert look(path, "supersede", 5, token_ids=[1, 2], num_tokens=1, namespace="n") == {"num_blocks": 4}

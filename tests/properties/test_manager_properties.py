@@ -128,6 +128,10 @@ class CacheMachine(RuleBasedStateMachine):
             self.model.reset()
         elif chance == 8:
             self.model.kv_lost()
+        elif chance == 7:
+            self.model.forget("lora")
+        elif chance == 6:
+            self.model.forget("")
 
     @invariant()
     def books_add_up(self) -> None:
@@ -146,7 +150,7 @@ TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.__doc__ = "Short stories chosen by hypothesis: never a wrong byte, never a book that does not add up."
 
 
-_ACTIONS = {"serve": 9, "match": 4, "land": 6, "down": 0.4, "reset": 0.1, "kv lost": 0.1}
+_ACTIONS = {"serve": 9, "match": 4, "land": 6, "down": 0.4, "reset": 0.1, "kv lost": 0.1, "forget": 0.2}
 _ACTIONS_OF_LIVE = {"allocate": 4, "ahead": 5, "compute": 5, "release": 7}
 
 
@@ -163,6 +167,8 @@ def _walk(model: CacheModel, choose: random.Random) -> None:
         model.reset()
     elif action == "kv lost":
         model.kv_lost()
+    elif action == "forget":
+        model.forget(choose.choice(("", "lora", "lora")))
     else:
         _walk_in(model, choose, action)
 

@@ -30,7 +30,7 @@ def evictions_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
         evict(self, tier, num_blocks)
         assert self.pools[tier].num_free == num_free + max(0, num_blocks), "evicted more or less than was asked"
 
-    for room in ("books.books", "callers.blocks", "movement.copy_down"):
+    for room in ("books.books", "callers.blocks", "books.evicting"):
         monkeypatch.setattr(f"fastdeploy_cache.{room}.evict", checked)
 
 

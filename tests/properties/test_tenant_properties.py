@@ -55,7 +55,7 @@ def _check_limits(model: CacheModel, shares: Shares) -> None:
             assert 0 <= shares.num_available(tier, tenant) <= model.cache._books.pools[tier].num_blocks
 
 
-_ACTIONS = {"serve": 9, "match": 4, "live": 12, "land": 6, "down": 0.4, "reset": 0.1, "kv lost": 0.1}
+_ACTIONS = {"serve": 9, "match": 4, "live": 12, "land": 6, "down": 0.4, "reset": 0.1, "kv lost": 0.1, "forget": 0.4}
 
 
 def _walk(model: CacheModel, choose: random.Random) -> None:
@@ -71,6 +71,8 @@ def _walk(model: CacheModel, choose: random.Random) -> None:
         model.reset()
     elif action == "kv lost":
         model.kv_lost()
+    elif action == "forget":
+        model.forget(namespace)
     elif action == "match":
         model.match(text, namespace)
     elif action == "live" and model.live:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from fastdeploy_cache import CacheConfig, Match, PrefixCacheManager, Request
-from fastdeploy_cache.books.block_pool import RUN
+from fastdeploy_cache.books.block_pool import FREE, RUN
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.errors import CommitError, OutOfBlocksError, PromptTooLongError
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
@@ -24,8 +25,9 @@ Prefix = tuple[str, tuple[int, ...], tuple[Image, ...]]
 class LiveRequest:
     """A request as an engine sees it."""
 
-    def __init__(self, request: Request, match: Match, epoch: int) -> None:
-        self.request, self.match, self.epoch = request, match, epoch
+    def __init__(self, request: Request, match: Match, epoch: int, space: str = "") -> None:
+        """`space`: its namespace, and how often that was forgotten before."""
+        self.request, self.match, self.epoch, self.space = request, match, epoch, space
         self.table: list[int] | None = None  # None until the match is settled
         self.num_computed = 0
         self.num_assumed = 0  # blocks that it uses before their loads have ended; 0: it runs ahead of nothing
@@ -71,6 +73,7 @@ class CacheModel:
         self.live: list[LiveRequest] = []
         self.committed: set[Prefix] = set()
         self.epoch = 0
+        self.num_forgotten = Counter[str]()  # by namespace
         self.num_requests = 0
         self.hint: Callable[[Request], object] = lambda request: None  # what each request says of its future
         self.num_loaded_tokens = 0
@@ -81,7 +84,7 @@ class CacheModel:
         num_tokens = self.size * num_blocks
         raw = live.request.tokens[: 4 * num_tokens]
         images = tuple(image for image in live.request.images if image.offset < num_tokens)
-        return live.request.namespace, tuple(memoryview(raw).cast("i")), images
+        return live.space, tuple(memoryview(raw).cast("i")), images
 
     def check_readable(self, live: LiveRequest, ids: list[int]) -> None:
         for i, block_id in enumerate(ids):
@@ -101,7 +104,7 @@ class CacheModel:
                 num_most = shares.most_blocks(GPU, shares.tenant_of(namespace))
             assert -(-len(tokens) // self.size) > num_most
             return None
-        live = LiveRequest(request, match, self.epoch)
+        live = LiveRequest(request, match, self.epoch, self.space_of(namespace))
         self.check_readable(live, match.block_ids)
         found = match.num_tokens + match.num_coming_tokens
         if self.cache.storage.is_attached:  # what may still come from there is not known
@@ -112,6 +115,36 @@ class CacheModel:
         assert not any(image.offset < found < image.end for image in request.images), "a match ends inside an image"
         self.live.append(live)
         return live
+
+    def space_of(self, namespace: str) -> str:
+        """What parts prefixes: nothing that was computed before a namespace was forgotten is found after that."""
+        number = self.num_forgotten[namespace]
+        return f"{namespace}#{number}" if number else namespace
+
+    def forget(self, namespace: str) -> None:
+        """Nothing of a namespace is found any more, and nobody gets a block with what it had: see `check_free`."""
+        self.cache.life.forget_namespace(namespace, 0)
+        self.num_forgotten[namespace] += 1
+
+    def check_free(self) -> None:
+        """No free block holds anything of a namespace that was forgotten since, but for those that were free then and
+        are to be wiped yet."""
+        for pool, memory in zip(self.cache._books.pools, (self.client.gpu, self.client.cpu), strict=True):
+            for block_id in pool.ids_of(FREE):
+                content = memory[block_id]
+                if isinstance(content, tuple) and not (pool.has_stale and pool._marks[block_id]):
+                    namespace = content[0].partition("#")[0]
+                    assert content[0] == self.space_of(namespace), f"{pool.name} {block_id} was given on unwiped"
+
+    def wipe_all(self) -> None:
+        """With the ranks up, all that waits to be wiped is, and nothing else is left tainted."""
+        self.client.up = True
+        for _ in range(100):
+            with self.cache._books:
+                self.cache._movement.wiper.go_on()
+            self.client.land_all()
+        assert self.cache._movement.wiper.num_waiting == 0
+        assert not any(pool.num_marked for pool in self.cache._books.pools), "what nobody holds is to be wiped yet"
 
     def must_match(self, tokens: list[int], namespace: str = "", images: Sequence[Image] = ()) -> LiveRequest:
         """`match` for a prompt that fits."""
@@ -303,6 +336,8 @@ class CacheModel:
     def check(self) -> None:
         """The books add up, and taps have told of all that is in them."""
         self.cache.check_invariants()
+        if self.num_forgotten:
+            self.check_free()
         self.mirror.check()
         self.listener.check()
 
@@ -312,6 +347,8 @@ class CacheModel:
         for live in list(self.live):
             self.release(live)
         self.client.land_all()
+        if self.num_forgotten:
+            self.wipe_all()
         for pin in self.cache.control.pins():
             self.cache.control.unpin(pin.name)
         self.check()

@@ -143,6 +143,9 @@ class FakeDriver(types.ModuleType):
     def cuMemFreeHost(self, address: int) -> None:
         del self.pinned[address], self._buffers[address]
 
+    def cuMemsetD8Async(self, address: int, value: int, num_bytes: int, stream: int) -> None:
+        self.cuMemsetD8(address, value, num_bytes)
+
     def cuMemsetD8(self, address: int, value: int, num_bytes: int) -> None:
         ctypes.memset(address, value, num_bytes)
 

@@ -9,7 +9,7 @@ import msgspec
 
 from fastdeploy_cache.errors import StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, StorageStats, Written, seal
-from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace, owned
 
 
 class MemoryStorage:
@@ -71,6 +71,13 @@ class MemoryStorage:
         digest = msgspec.structs.replace(self._space, weights_id=weights_id).weights_digest
         keys = [key for key in self.objects if key.split(":")[1] == digest]
         return sum(self.objects.pop(key, None) is not None for key in keys)
+
+    def remove_owned(self, weights_id: str, owner: bytes) -> int:
+        """See `Storage`."""
+        digest = msgspec.structs.replace(self._space, weights_id=weights_id).weights_digest
+        names = {key: bytes.fromhex(key.split(":")[3]) for key in self.objects if key.split(":")[1] == digest}
+        mine = [key for key, name in names.items() if owned(name, owner) == name]
+        return sum(self.objects.pop(key, None) is not None for key in mine)
 
     def stats(self) -> StorageStats:
         """See `StorageStats`."""

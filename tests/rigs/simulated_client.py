@@ -23,7 +23,8 @@ class SimulatedClient:
         self.tasks: deque[TransferTask] = deque()
         self.up, self.is_off = True, False
         self.auto = False  # end each task at once
-        self.max_tasks = {TaskKind.SWAP_IN: 1000, TaskKind.SWAP_OUT: 1000, TaskKind.COPY: 1000}
+        kinds = (TaskKind.SWAP_IN, TaskKind.SWAP_OUT, TaskKind.COPY, TaskKind.WIPE)
+        self.max_tasks = dict.fromkeys(kinds, 1000)
         self.cancelled: set[int] = set()
         self._on_result: OnResult | None = None
 
@@ -47,11 +48,21 @@ class SimulatedClient:
             self._move_image(task, is_whole=error is None)
             self._answer(task, error)
             return
+        if task.kind is TaskKind.WIPE:
+            self._wipe(task, is_whole=error is None)
+            self._answer(task, error)
+            return
         sources = self.cpu if task.kind is TaskKind.SWAP_IN else self.gpu
         destinations = self.cpu if task.kind is TaskKind.SWAP_OUT else self.gpu
         for source, destination in zip(task.source_ids.tolist(), task.destination_ids.tolist(), strict=True):
             destinations[destination] = sources[source] if error is None else "garbage"
         self._answer(task, error)
+
+    def _wipe(self, task: TransferTask, *, is_whole: bool) -> None:
+        for block_id in task.destination_ids.tolist() if is_whole else ():
+            self.gpu[block_id] = None
+        for block_id in task.source_ids.tolist() if is_whole else ():
+            self.cpu[block_id] = None
 
     def _move_image(self, task: TransferTask, *, is_whole: bool) -> None:
         if task.kind is TaskKind.SWAP_OUT:

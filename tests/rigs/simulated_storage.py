@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus
+from fastdeploy_cache.transfer_manager.storage.keys import owned
 from fastdeploy_cache.transfer_manager.task import RankResult, TaskKind, TransferResult, TransferTask
 from tests.rigs.simulated_client import SimulatedClient
 
@@ -51,13 +52,23 @@ class SimulatedStorage:
         else:
             self._answer(task, 0, "the store is down", was_tried=False)
 
+    def _forget(self, owner: bytes) -> int:
+        mine = [name for name in self.objects if owned(name, owner) == name]
+        for name in mine:
+            del self.objects[name]
+        return len(mine)
+
     def land(self, error: str | None = None) -> None:
         """End the oldest task; what a failed read leaves is garbage."""
         task = self.tasks.popleft()
         was_tried = task.task_id not in self.cancelled and error != "stopped"
         if not was_tried:
             error = error or "cancelled"
-        hashes = [task.hashes[i : i + _HASH_BYTES] for i in range(0, len(task.hashes), _HASH_BYTES)]
+        if task.kind is TaskKind.FORGET:
+            self._answer(task, self._forget(task.owner) if error is None else 0, error, was_tried)
+            return
+        starts = range(0, len(task.hashes), _HASH_BYTES)
+        hashes = [owned(task.hashes[start : start + _HASH_BYTES], task.owner) for start in starts]
         there = [self.lies or h in self.objects for h in hashes]
         num_there = there.index(False) if False in there else len(there)
         if task.kind is TaskKind.LOOKUP:

@@ -35,7 +35,7 @@ class Rig:
     def know(self, tokens: list[int]) -> None:
         """Another process has committed these."""
         for num_blocks in range(len(tokens) // 4 + 1):
-            self.model.committed.add(("", tuple(tokens[: 4 * num_blocks]), ()))
+            self.model.committed.add((self.model.space_of(""), tuple(tokens[: 4 * num_blocks]), ()))
 
     def land_all(self) -> None:
         while self.store.tasks or self.model.client.tasks:

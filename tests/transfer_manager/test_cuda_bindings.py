@@ -55,6 +55,7 @@ def calls_of(driver: Any) -> dict[str, tuple[Any, ...]]:
         "cuMemGetInfo": (),
         "cuMemGetAddressRange": (FREE[0],),
         "cuMemsetD8": (base, 0, 100),
+        "cuMemsetD8Async": (base, 0, 100, stream),
         "cuMemHostAlloc": (100, 3),
         "cuMemFreeHost": (FREE[1],),
         "cuMemHostRegister": (FREE[1], 4096, pinned),

@@ -20,7 +20,16 @@ from fastdeploy_cache.transfer_manager.process.wire import (
 from fastdeploy_cache.transfer_manager.task import Lane, RankResult, TaskKind, TransferTask
 
 IDS = np.array([3, 1, 2], np.int32)
-OUTWARD = {TaskKind.PUBLISH, TaskKind.SWAP_OUT, TaskKind.WRITE, TaskKind.CLEAR, TaskKind.SEND, TaskKind.UPDATE_SEND}
+OUTWARD = {
+    TaskKind.PUBLISH,
+    TaskKind.SWAP_OUT,
+    TaskKind.WRITE,
+    TaskKind.CLEAR,
+    TaskKind.SEND,
+    TaskKind.UPDATE_SEND,
+    TaskKind.WIPE,
+    TaskKind.FORGET,
+}
 
 
 def task_of(kind: TaskKind) -> TransferTask:
@@ -81,4 +90,4 @@ def test_each_kind_says_what_it_needs() -> None:
     assert {kind for kind in TaskKind if kind.is_swap} == {TaskKind.SWAP_IN, TaskKind.SWAP_OUT, TaskKind.COPY}
     assert {kind for kind in TaskKind if not kind.needs_all_ranks} == {TaskKind.UPDATE_SEND, TaskKind.END_RECEIVE}
     assert [kind for kind in TaskKind if kind.shows_layers] == [TaskKind.SWAP_IN]
-    assert [kind for kind in TaskKind if kind.outlives_engine] == [TaskKind.WRITE]
+    assert [kind for kind in TaskKind if kind.outlives_engine] == [TaskKind.WRITE, TaskKind.FORGET]

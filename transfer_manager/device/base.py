@@ -72,6 +72,14 @@ class Device(Protocol):
         """
         ...
 
+    def wipe(self, gpu_ids: Int32Array, cpu_ids: Int32Array) -> int:
+        """Overwrite these blocks with zeros. Returns their bytes. By the thread of SWAP_OUT.
+
+        Raises:
+            DeviceError: an id outside its pool, and nothing was overwritten; or the hardware failed.
+        """
+        ...
+
     def bind_thread(self) -> None:
         """Called by each thread before its first copy."""
         return
@@ -88,6 +96,8 @@ class Device(Protocol):
 
 def copy_task(device: Device, task: TransferTask, on_layer: Callable[[int], None]) -> int | ImageMove:
     """Do a task: the bytes moved, or of a checkpoint the steps, which return them."""
+    if task.kind is TaskKind.WIPE:
+        return device.wipe(task.destination_ids, task.source_ids)
     if task.units:
         return device.move_image(task.kind, CheckpointImage.of(task), on_layer)
     if task.row:
@@ -103,6 +113,12 @@ def check_ids(
     _check_pool(*pools[kind is not TaskKind.SWAP_IN], source_ids)
     _check_pool(*pools[kind is not TaskKind.SWAP_OUT], destination_ids)
     _check_lengths(source_ids, destination_ids)
+
+
+def check_wiped(gpu_ids: Int32Array, cpu_ids: Int32Array, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+    """Raise `DeviceError` for ids outside the pools of their tiers."""
+    _check_pool("GPU", num_gpu_blocks, gpu_ids)
+    _check_pool("CPU", num_cpu_blocks, cpu_ids)
 
 
 def check_unit_ids(layout: RankLayout, row: int, source_ids: Int32Array, destination_ids: Int32Array) -> None:

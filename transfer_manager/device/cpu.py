@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from fastdeploy_cache.ipc.codec import Int32Array
 from fastdeploy_cache.transfer_manager.crew import Crew
-from fastdeploy_cache.transfer_manager.device.base import Device, check_ids, check_unit_ids
+from fastdeploy_cache.transfer_manager.device.base import Device, check_ids, check_unit_ids, check_wiped
 from fastdeploy_cache.transfer_manager.device.images import CheckpointImage, ImageMap, ImageMove, UnitPieces
 from fastdeploy_cache.transfer_manager.device.pieces import Bytes, Pairs, Route, copy_pieces
 from fastdeploy_cache.transfer_manager.device.strips import Step, Strip, leading_strips, load_steps, whole_step
@@ -142,6 +142,13 @@ class CpuDevice(Device):
             copy_pieces(Pairs(pieces, pieces), route)
             num_bytes += strip.num_bytes
         return num_bytes
+
+    def wipe(self, gpu_ids: Int32Array, cpu_ids: Int32Array) -> int:
+        check_wiped(gpu_ids, cpu_ids, self._num_gpu_blocks, self._num_cpu_blocks)
+        for strip in leading_strips(self._layout, self._places, None):
+            self._pieces(strip, self._num_gpu_blocks)[gpu_ids] = 0
+        self._images.reshape(self._num_cpu_blocks, self._block_bytes)[cpu_ids] = 0
+        return (len(gpu_ids) + len(cpu_ids)) * self._block_bytes
 
     def move_image(self, kind: TaskKind, image: CheckpointImage, on_layer: Callable[[int], None]) -> ImageMove:
         steps = self._map.steps(kind, image)

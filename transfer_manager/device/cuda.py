@@ -15,7 +15,7 @@ import numpy as np
 from fastdeploy_cache.errors import DeviceError, LayoutError
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.codec import Int32Array
-from fastdeploy_cache.transfer_manager.device.base import DeviceSetup, check_ids, check_unit_ids
+from fastdeploy_cache.transfer_manager.device.base import DeviceSetup, check_ids, check_unit_ids, check_wiped
 from fastdeploy_cache.transfer_manager.device.copy_kernel import KERNEL_ALIGNMENT, CopyKernel, PieceTable
 from fastdeploy_cache.transfer_manager.device.cuda_driver import Addresses, Cuda
 from fastdeploy_cache.transfer_manager.device.images import CheckpointImage, ImageMap, ImageMove, ImageStep
@@ -108,6 +108,17 @@ class CudaDevice:
         check_unit_ids(self._layout, row, source_ids, destination_ids)
         with self._quiet_at_failure(Lane.IN):
             return len(source_ids) * self._copy_leading(source_ids, destination_ids, num_tokens, row)
+
+    def wipe(self, gpu_ids: Int32Array, cpu_ids: Int32Array) -> int:
+        check_wiped(gpu_ids, cpu_ids, self._num_gpu_blocks, len(self._images))
+        stream = self._streams[Lane.OUT]
+        with self._quiet_at_failure(Lane.OUT):
+            for strip in leading_strips(self._layout, self._places, None):
+                for address in self._on_gpu(strip, gpu_ids).tolist():
+                    self._cuda.call("cuMemsetD8Async", address, 0, strip.row_bytes, stream)
+            self._images[cpu_ids] = 0
+            self._cuda.call("cuStreamSynchronize", stream)
+        return (len(gpu_ids) + len(cpu_ids)) * self._layout.block_bytes
 
     def move_image(self, kind: TaskKind, image: CheckpointImage, on_layer: Callable[[int], None]) -> ImageMove:
         steps, event = self._map.steps(kind, image), self._events[kind.lane][0]

@@ -93,6 +93,12 @@ class Storage(Protocol):
         """Forget all objects of these weights, in every space; returns how many, as far as it can tell."""
         ...
 
+    def remove_owned(self, weights_id: str, owner: bytes) -> int:
+        """Remove all objects of these weights, in every space, that have this mark in their names
+        (`keys.owner_mark`), and overwrite their bytes where the store can; returns how many. A store that has no such
+        method keeps what it has of a namespace that is forgotten."""
+        ...
+
     def stats(self) -> StorageStats:
         """See `StorageStats`. Cheap."""
         ...

@@ -110,6 +110,15 @@ class Slabs:
         slab, at = divmod(slot, self._geometry.slots_per_slab)
         return self._fds[slab], at * self._geometry.slot_bytes
 
+    def wipe(self, slots: Iterable[int]) -> None:
+        """Overwrite these slots with zeros, and make that durable. What is read from one meanwhile fails its checksum.
+        Raises OSError."""
+        wiped, nothing = sorted(slots), memoryview(bytes(self._geometry.slot_bytes))
+        for slot in wiped:
+            fd, offset = self.place(slot)
+            self._disk.write(fd, [nothing], offset)
+        self.sync(wiped)
+
     def sync(self, slots: Iterable[int]) -> None:
         """Make what is in these slots durable. Raises OSError."""
         for slab in sorted({slot // self._geometry.slots_per_slab for slot in slots}):

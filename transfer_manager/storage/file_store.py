@@ -244,6 +244,17 @@ class FileStorage:
                         num_removed += len(replay.live)
         return num_removed
 
+    def remove_owned(self, weights_id: str, owner: bytes) -> int:
+        """See `Storage`. In spaces that nobody has open, of other layouts or ranks, they stay."""
+        self._check_open()
+        if weights_id != self._space.weights_id:
+            return 0
+        puts = self._index.take_owned(owner)
+        with _failing(f"overwrite what is removed from {self._path}"):
+            self._slabs.wipe([put.slot for put in puts])
+            self._commits.commit_removals()
+        return len(puts)
+
     def stats(self) -> StorageStats:
         """See `Storage`."""
         return StorageStats(

@@ -2,7 +2,8 @@
 
 A key is the key space's digest and the block hash. The space holds all that decides a block's bytes beside its tokens:
 weights, layout, block size, rank and world size; the block hash has tokens, extra keys and namespace in it
-(`fastdeploy_cache.books.block_hash`). Digests are SHA-256 over msgpack of fixed fields, cut to 16 bytes.
+(`fastdeploy_cache.books.block_hash`). Where a namespace has a name, eight bytes of the hash say which one instead.
+Digests are SHA-256 over msgpack of fixed fields, cut to 16 bytes.
 
 The image of a hybrid model's checkpoint is stored in its pages, each an object as large as a block. They are named by
 the hash of the block that ends at its boundary, which has all tokens in front of it in it, and by their place.
@@ -24,6 +25,7 @@ from fastdeploy_cache.transfer_manager.kv.parts import KVPart
 KEY_VERSION = 1
 NO_STOP, IMAGE_STOP, BARE_STOP = 0, 1, 2  # of a block: no request may go on behind it; by an image; by full KV alone
 PAGE_MARK = b"fdc-page"  # what names of pages end with: that a block's hash does is one in 2^64
+MARK_AT, MARK_BYTES = 16, 8  # of whose an object is, in its name: no beginning and no end of names is used up
 DIGEST = re.compile(r"[0-9a-f]{32}")
 _KEY = re.compile(
     rf"(?P<prefix>fdc{KEY_VERSION}:(?P<weights>{DIGEST.pattern}):{DIGEST.pattern}:)(?P<hash>[0-9a-f]{{64}})"
@@ -105,6 +107,18 @@ def weights_digest_of(weights_id: str) -> str:
 def weights_prefix(weights_id: str, version: int = KEY_VERSION) -> str:
     """What the keys of all spaces of these weights begin with."""
     return f"fdc{version}:{weights_digest_of(weights_id)}:"
+
+
+def owner_mark(namespace: str) -> bytes:
+    """Whose the objects of a namespace are: `TransferTask.owner`. Empty for the default one, whose names have none."""
+    if not namespace:
+        return b""
+    return hashlib.sha256(b"fastdeploy_cache owner 1\0" + namespace.encode()).digest()[:MARK_BYTES]
+
+
+def owned(name: bytes, owner: bytes) -> bytes:
+    """The name of somebody's object: with their mark, by which all of these can be found."""
+    return name[:MARK_AT] + owner + name[MARK_AT + MARK_BYTES :] if owner else name
 
 
 def page_names(block_hash: bytes, num_pages: int) -> list[bytes]:

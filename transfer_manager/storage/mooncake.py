@@ -13,7 +13,7 @@ import numpy as np
 
 from fastdeploy_cache.errors import StorageError, StorageGoneError, StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage.base import SEAL_BYTES, Blocks, Segment, StorageStats, Written, seal
-from fastdeploy_cache.transfer_manager.storage.keys import KeySpace, weights_prefix
+from fastdeploy_cache.transfer_manager.storage.keys import DIGEST, MARK_AT, KeySpace, weights_prefix
 
 # Mooncake reads these when it is loaded. Without them a master that hangs holds a call for 30 s, and one that is not
 # there a set-up for a minute and more.
@@ -118,6 +118,10 @@ class MooncakeStorage:
         """See `Storage`."""
         return remove_weights(self._client(), weights_id)
 
+    def remove_owned(self, weights_id: str, owner: bytes) -> int:
+        """See `Storage`."""
+        return remove_weights(self._client(), weights_id, owner)
+
     def stats(self) -> StorageStats:
         """See `StorageStats`; sizes are the cluster's affair."""
         return StorageStats(num_declined=self._num_declined, num_damaged=self._num_damaged)
@@ -212,9 +216,11 @@ def answered(call: str, codes: list[int]) -> list[int]:
     return codes
 
 
-def remove_weights(client: Any, weights_id: str) -> int:
-    """Remove all objects of these weights; returns how many there were. Raises `StorageError`."""
-    pattern = f"^{weights_prefix(weights_id)}.*"
+def remove_weights(client: Any, weights_id: str, owner: bytes = b"") -> int:
+    """Remove all objects of these weights, or of these an owner's; returns how many there were. Raises
+    `StorageError`."""
+    of_owner = f"{DIGEST.pattern}:[0-9a-f]{{{2 * MARK_AT}}}{owner.hex()}" if owner else ""
+    pattern = f"^{weights_prefix(weights_id)}{of_owner}.*"
     (count,) = answered("remove_by_regex", [int(client.remove_by_regex(pattern, True))])
     if count < 0:
         raise StorageError(f"Mooncake's remove_by_regex returned {count}")

@@ -14,7 +14,7 @@ import msgspec
 
 from fastdeploy_cache.errors import StorageError, StorageRefusedError, reason_of
 from fastdeploy_cache.transfer_manager.storage.base import SEAL_BYTES, Blocks, Segment, StorageStats, Written, seal
-from fastdeploy_cache.transfer_manager.storage.keys import KEY_VERSION, KeySpace, weights_prefix
+from fastdeploy_cache.transfer_manager.storage.keys import KEY_VERSION, MARK_AT, KeySpace, weights_prefix
 
 SPACES_KEY = f"fdc{KEY_VERSION}:spaces"  # a hash: a space's digest -> its fields as JSON
 CONNECT_SECONDS, OPERATION_SECONDS = 1.0, 2.0
@@ -100,6 +100,11 @@ class ValkeyStorage:
         """See `Storage`. Walks all keys of the server's database."""
         with failures(self._where):
             return unlink_all(self._client, weights_prefix(weights_id))
+
+    def remove_owned(self, weights_id: str, owner: bytes) -> int:
+        """See `Storage`. Walks all keys of the server's database."""
+        with failures(self._where):
+            return unlink_all(self._client, weights_prefix(weights_id), owner)
 
     def stats(self) -> StorageStats:
         """See `StorageStats`; sizes are the server's affair."""
@@ -209,11 +214,13 @@ def describe_server(url: str) -> str:
     return f"valkey server {parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def unlink_all(client: Any, prefix: str) -> int:
-    """Remove every key that begins so; returns how many there were. A key that SCAN meets twice counts once."""
+def unlink_all(client: Any, prefix: str, owner: bytes = b"") -> int:
+    """Remove every key that begins so, or of these an owner's; returns how many there were. A key that SCAN meets twice
+    counts once."""
+    pattern = f"{prefix}{'?' * 32}:{'?' * 2 * MARK_AT}{owner.hex()}*" if owner else f"{prefix}*"
     num_removed, cursor = 0, 0
     while True:
-        cursor, keys = client.scan(cursor, match=f"{prefix}*", count=_NUM_SCANNED)
+        cursor, keys = client.scan(cursor, match=pattern, count=_NUM_SCANNED)
         if keys:
             num_removed += client.unlink(*keys)
         if not cursor:

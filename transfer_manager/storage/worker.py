@@ -23,7 +23,7 @@ from fastdeploy_cache.transfer_manager.process.lanes import LaneServer
 from fastdeploy_cache.transfer_manager.process.main import serve_process
 from fastdeploy_cache.transfer_manager.storage import open_storage
 from fastdeploy_cache.transfer_manager.storage.base import Blocks
-from fastdeploy_cache.transfer_manager.storage.keys import BARE_STOP, NO_STOP, is_page, page_names
+from fastdeploy_cache.transfer_manager.storage.keys import BARE_STOP, MARK_BYTES, NO_STOP, is_page, owned, page_names
 from fastdeploy_cache.transfer_manager.storage.setup import StorageSetup, StoreReport
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 
@@ -83,6 +83,9 @@ class StorageExecutor:
         elif kind is TaskKind.CLEAR:
             with self._one_writer:
                 moved = Moved(0, store.clear(self._weights_id))
+        elif kind is TaskKind.FORGET:
+            with self._one_writer:
+                moved = Moved(0, self._forget(task.owner))
         elif kind is TaskKind.PROBE:
             moved = self._probe(task)
         else:
@@ -100,7 +103,8 @@ class StorageExecutor:
         stops = [end for end in range(num_leading, 0, -1) if task.detail[end - 1] != NO_STOP][:_MAX_BOUNDARIES]
         bare = next((end for end in stops if task.detail[end - 1] == BARE_STOP), 0)
         asked = [end for end in stops if end > bare]
-        there = self._find([page_names(blocks.hashes[end - 1], 1)[0] for end in asked])
+        hashes = [task.hashes[(end - 1) * _HASH_BYTES : end * _HASH_BYTES] for end in asked]
+        there = self._find([owned(page_names(block_hash, 1)[0], task.owner) for block_hash in hashes])
         return next((end for end, is_there in zip(asked, there, strict=True) if is_there), bare)
 
     def _find(self, names: Sequence[bytes]) -> Iterable[bool]:
@@ -109,8 +113,16 @@ class StorageExecutor:
             return find(names)
         return (self._store.count_leading(Blocks(hashes=[name])) == 1 for name in names)
 
+    def _forget(self, owner: bytes) -> int:
+        """Remove all objects of an owner; how many there were."""
+        remove_owned: Callable[[str, bytes], int] | None = getattr(self._store, "remove_owned", None)
+        if remove_owned is None or len(owner) != MARK_BYTES:
+            raise StorageError("this store has no `remove_owned`: what it has of a namespace stays")
+        return remove_owned(self._weights_id, owner)
+
     def _blocks(self, task: TransferTask, ids: Int32Array | None = None) -> Blocks:
-        hashes = [task.hashes[i : i + _HASH_BYTES] for i in range(0, len(task.hashes), _HASH_BYTES)]
+        starts = range(0, len(task.hashes), _HASH_BYTES)
+        hashes = [owned(task.hashes[start : start + _HASH_BYTES], task.owner) for start in starts]
         block_ids = ids.tolist() if ids is not None else []
         if block_ids and (len(block_ids) != len(hashes) or not all(0 <= i < len(self._segment) for i in block_ids)):
             raise StorageError(f"{len(hashes)} hashes with {len(block_ids)} blocks, or an id outside the CPU pool")

@@ -48,8 +48,11 @@ class LabelledTable:
     def move(self, ids: Ids, giver: int, taker: int, /) -> bool:
         """See `IdTable`."""
         is_good = self._table.move(ids, giver, taker)
-        if is_good and taker == FREE:
-            self._change(ids, 0)
+        if is_good and giver != taker:
+            if taker == FREE:
+                self._change(ids, 0)
+            elif giver == FREE:
+                self.num_used[0] += len(ids)
         return is_good
 
     def label(self, ids: Ids, tenant: int) -> None:

@@ -56,7 +56,7 @@ class Shares:
         self._pools, self._tables, self._policies = pools, tables, policies
         self.numbers, self.shares = numbers, shares
         self._gone, self._epoch = len(shares), 0
-        self.num_loose = [[0] * (self._gone + 1) for _ in TIERS]
+        self.num_loose = [[0] * (self._gone + 2) for _ in TIERS]  # and of forgotten namespaces: nobody's to take
         # The last use of what went last from each: what goes next was used later, so the lowest one is whose turn it is
         self._heads = [[0.0] * self._gone for _ in TIERS]
 
@@ -87,15 +87,24 @@ class Shares:
         """So many more blocks of a run are held in a tier, or fewer."""
         self.num_loose[tier][self._number(run)] -= change
 
+    def forgot(self, run: Run) -> None:
+        """A run of this epoch is of a forgotten namespace from now on."""
+        for tier in TIERS:
+            num_loose = run.num_in(tier, run.num_blocks) - run.num_in(tier, run.num_held)
+            self.num_loose[tier][self._number(run)] -= num_loose
+            self.num_loose[tier][self._gone + 1] += num_loose
+
     def _number(self, run: Run) -> int:
-        return run.tenant if run.epoch == self._epoch else self._gone
+        if run.epoch == self._epoch:
+            return run.tenant
+        return self._gone if run.epoch >= 0 else self._gone + 1
 
     def begin_epoch(self, epoch: int) -> None:
         """What is cached now is nobody's any more: it goes before everything else."""
         self._epoch = epoch
         for tier in TIERS:
             loose = self.num_loose[tier]
-            loose[self._gone], loose[: self._gone] = sum(loose), [0] * self._gone
+            loose[self._gone], loose[: self._gone] = sum(loose[: self._gone + 1]), [0] * self._gone
             self._tables[tier].forget_runs()
 
     # -- who may have what
@@ -168,7 +177,7 @@ class Shares:
     def check(self, runs: Sequence[Run]) -> None:
         """Raise `AssertionError` where a count is not what the runs and the pools say."""
         for tier in TIERS:
-            num_loose = [0] * (self._gone + 1)
+            num_loose = [0] * (self._gone + 2)
             for run in runs:
                 num_loose[self._number(run)] += run.num_in(tier, run.num_blocks) - run.num_in(tier, run.num_held)
             assert self.num_loose[tier] == num_loose, (tier, "loose blocks by tenant", self.num_loose[tier], num_loose)

@@ -55,6 +55,7 @@ class EventTap:
         taps.came += (self.came,)
         taps.left += (self.left,)
         taps.ended += (self.ended,)
+        taps.hidden += (self.hidden,)
         taps.parted += (self.parted,)
         taps.joined += (self.joined,)
         if (checkpoints := self._tree.residency.checkpoints) is not None:
@@ -201,6 +202,11 @@ class EventTap:
             else:
                 self._note((_GONE, run.number))
             run.number = 0
+
+    def hidden(self, run: Run) -> None:
+        """See `Taps`. Of what it has yet nothing is told: another run may get the same blocks meanwhile."""
+        if run.epoch == self._epoch:
+            self.ended(run, 0, Loss.RESET)
 
     def parted(self, upper: Run, lower: Run) -> None:
         """See `Taps`."""

@@ -17,7 +17,7 @@ from fastdeploy_cache.insight.seen import Seen
 from fastdeploy_cache.request import Image
 
 if TYPE_CHECKING:
-    from fastdeploy_cache.insight.control.messages import HintVerbs, LifeVerbs, Subject
+    from fastdeploy_cache.insight.control.messages import HintVerbs, LifeVerbs, OwnLife, Subject
     from fastdeploy_cache.insight.control.pins import Pins, PinView
     from fastdeploy_cache.insight.control.policy_change import PolicyView
     from fastdeploy_cache.insight.control.server import ControlServer
@@ -34,7 +34,7 @@ class Control:
         books: Books,
         insight: Insight,
         seen: Seen,
-        life: LifeVerbs,
+        life: OwnLife,
         *,
         sessions: HintVerbs,
         restart: Callable[[int | None], list[int]],
@@ -92,7 +92,8 @@ class Control:
         """What a server answers with. `life`: who stops an engine with its cache; None: the cache alone is stopped."""
         from fastdeploy_cache.insight.control.messages import Subject
 
-        return Subject(life or self._life, self._insight, self._seen, self, self._sessions)
+        forget = self._life.forget_namespace
+        return Subject(life or self._life, self._insight, self._seen, self, self._sessions, forget)
 
     # -- looks
 

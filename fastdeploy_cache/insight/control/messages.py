@@ -43,6 +43,12 @@ class LifeVerbs(Protocol):
     def update_weights(self, timeout_seconds: float, weights_id: str | None) -> None: ...
 
 
+class OwnLife(LifeVerbs, Protocol):
+    """The same of a cache alone, which can also forget a namespace."""
+
+    def forget_namespace(self, namespace: str, timeout_seconds: float) -> Any: ...
+
+
 class LookVerbs(Protocol):
     """See `Insight`."""
 
@@ -84,6 +90,12 @@ class HintVerbs(Protocol):
     def prefetch(self, prefix: str | list[int], *, namespace: str = ..., tier: Tier = ...) -> tuple[int, int, int]: ...
 
 
+class ForgetVerb(Protocol):
+    """See `LifeCycle.forget_namespace`."""
+
+    def __call__(self, namespace: str, timeout_seconds: float) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Subject:
     """What the verbs act on and look at."""
@@ -93,6 +105,7 @@ class Subject:
     seen: TellVerbs
     control: ActionVerbs
     sessions: HintVerbs
+    forget: ForgetVerb
 
 
 class _Verb(msgspec.Struct, tag_field="verb", forbid_unknown_fields=True):
@@ -174,6 +187,13 @@ class _Verify(_Verb, tag="verify"):
 
     def apply(self, subject: Subject) -> dict[str, Any]:
         return dataclasses.asdict(subject.control.verify(checksums=self.checksums))
+
+
+class _Forget(_Verb, tag="forget", kw_only=True):
+    namespace: str
+
+    def apply(self, subject: Subject) -> dict[str, Any]:
+        return dataclasses.asdict(subject.forget(self.namespace, self.timeout_seconds))
 
 
 class _WriteFlight(_Verb, tag="write-flight"):
@@ -322,7 +342,7 @@ def _explained(explanation: Explanation) -> dict[str, Any]:
 
 Verb = (
     _Pause | _Resume | _Sleep | _Wake | _Clear | _UpdateWeights | _Pin | _Unpin | _SetPolicy | _RestartRank | _Verify
-    | _WriteFlight | _Retain | _ReleaseSession | _Supersede | _Demote | _Prefetch | _Status | _Top | _Tree
+    | _Forget | _WriteFlight | _Retain | _ReleaseSession | _Supersede | _Demote | _Prefetch | _Status | _Top | _Tree
     | _Requests | _Ranks | _Pins | _Policy | _Explain | _ExplainLast | _Examine | _WhatIf
 )  # fmt: skip
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.changes import Forgotten, TierLost
+from fastdeploy_cache.books.changes import Forgotten, NamespaceForgotten, TierLost
 from fastdeploy_cache.books.path import num_gpu
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
+from fastdeploy_cache.books.residency import FORGOTTEN
 from fastdeploy_cache.books.run import GPU, Run
 from fastdeploy_cache.books.tokens import TokenIds
 from fastdeploy_cache.errors import ControlError
@@ -56,6 +57,7 @@ class Pins:
         self._alarm: Alarm | None = None  # to the next end; under the lock of the books
         for change in (Forgotten, TierLost):
             books.listen(change, self._end_all)
+        books.listen(NamespaceForgotten, self._end_forgotten)
 
     def pin_named(self, name: str, seconds: float) -> PinView:
         """Pin the prefix of that name. Raises `ControlError`: there is none, or there are too many pins."""
@@ -205,6 +207,15 @@ class Pins:
             self._books.unpin_prefix(held.prefix)
         self._held.clear()
         self._arm()
+
+    def _end_forgotten(self, _: object) -> None:
+        """What a forgotten namespace has is pinned no more."""
+        for name, held in list(self._held.items()):
+            if held.prefix.pin is not None and held.prefix.pin.run.epoch == FORGOTTEN:
+                self._books.unpin_prefix(held.prefix)
+                del self._held[name]
+        with contextlib.suppress(RuntimeError):  # the alarm from before looks again
+            self._arm()
 
     # -- a thread of the clock's
 

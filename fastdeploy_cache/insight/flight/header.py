@@ -41,14 +41,15 @@ def header_of(
         elif ranks is not None:
             settings |= {name: getattr(config, name) for name in _OF_ROWS}
             settings["num_gpu_units"] = list(ranks.num_units)
+    of_tenants = {"num_tenants": len(config.tenants)} if config.tenants else {}
     return {
         "settings": settings,
         "num_ranks": config.transfer.tp_size,
         "has_storage": config.storage is not None,
         "has_peers": config.peer is not None,
-        "num_tenants": len(config.tenants),
         "reason": reason,
         "clock_seconds": clock_seconds,  # the clock of the records, at the time below
         "unix_seconds": unix_seconds,
         "num_dropped": num_dropped,
+        **of_tenants,
     }

@@ -1,0 +1,68 @@
+"""A namespace is forgotten: nothing of it is found any more, and its blocks are wiped when they are free. Under the
+lock."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Final, NamedTuple
+
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import NamespaceForgotten
+from fastdeploy_cache.books.graves import AT_ONCE
+from fastdeploy_cache.books.residency import FORGOTTEN, Residency
+from fastdeploy_cache.books.run import TIERS, Run
+
+_NOTHING: Final = (0, 0)
+
+
+class Dropped(NamedTuple):
+    """Blocks by Tier: those that were cached, and those of them that somebody holds yet."""
+
+    num_blocks: tuple[int, int]
+    num_held: tuple[int, int]
+
+
+def forget_namespace(books: Books, namespace: str) -> Dropped:
+    """Take the namespace's tree out of reach, all at once: half a microsecond for each block. What nobody holds is
+    removed in the turns that follow, as after a reset, and the rest when it is let go.
+
+    All of it is marked in this turn. Between two turns an eviction could otherwise give a block of it to somebody else,
+    with the bytes that it has.
+    """
+    tree = books.tree
+    root = tree.roots.get(namespace)
+    books.note(NamespaceForgotten(namespace=namespace))
+    for tier in TIERS:
+        tree.pools[tier].note_stale()  # it may have had these before
+    runs = list(root.children.values()) if root is not None else []
+    for run in runs:
+        runs.extend(run.children.values())
+    if not tree.graves.are_empty:  # a reset has forgotten some of it already, and not removed it yet
+        runs += [run for run in tree.runs() if run.epoch != tree.epoch and run.root().namespace == namespace]
+    if not runs:
+        return Dropped(_NOTHING, _NOTHING)
+    for tier in TIERS:  # all that needs memory; then what happens, happens whole
+        tree.pools[tier].taint(array("i", b"".join([run.packed_ids(tier) for run in runs])))
+    if root is not None:
+        tree.roots.pop(namespace)
+        tree.graves.add({namespace: root})
+    num_blocks, num_held = [0, 0], [0, 0]
+    for run in reversed(runs):  # children first
+        _hide(tree.residency, run)
+        for tier in TIERS:
+            num_blocks[tier] += run.num_in(tier, run.num_blocks)
+            num_held[tier] += run.num_in(tier, run.num_held)
+    tree.mishaps.contain("settling", lambda: tree.graves.clear(AT_ONCE))
+    return Dropped((num_blocks[0], num_blocks[1]), (num_held[0], num_held[1]))
+
+
+def _hide(residency: Residency, run: Run) -> None:
+    """A run takes part in nothing any more, and goes when nobody holds it."""
+    residency.withdraw(run)
+    for hidden in residency.taps.hidden:
+        hidden(run)
+    if residency.shares is not None:
+        residency.shares.forgot(run)
+    for tier in TIERS:
+        residency.num_doomed[tier] += run.num_in(tier, run.num_blocks) - run.num_in(tier, run.num_held)
+    run.epoch = FORGOTTEN

@@ -1,0 +1,108 @@
+"""Blocks that a forgotten namespace has had are overwritten before they are given to anybody else."""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from functools import partial
+
+from fastdeploy_cache.books.block_pool import TASK
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import Soiled
+from fastdeploy_cache.books.run import TIERS, Tier
+from fastdeploy_cache.ipc.clock import Alarm
+from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
+from fastdeploy_cache.transfer_manager.task import TaskKind
+
+_AGAIN_SECONDS = 1.0  # between two looks while the ranks cannot be asked
+_FREE_SHARE = 4  # such a part of what is free is wiped at a time
+
+
+class Wiper:
+    """Has the ranks wipe what was freed of a forgotten namespace. An id is free when every rank has answered.
+
+    While ranks are down, or the cache is paused, the blocks wait: nobody gets them. The ranks are asked again when a
+    task has ended, and after a while. Under the lock, but for `stop`.
+
+    Attributes:
+        num_wiped: blocks, since the start.
+    """
+
+    def __init__(self, books: Books, mover: BlockMover) -> None:
+        self._books, self._mover = books, mover
+        self._is_noted = False
+        self._num_wiping = 0
+        self._alarm: Alarm | None = None
+        self.num_wiped = 0
+        for pool in books.pools:
+            pool.on_soiled = self._note
+        books.listen(Soiled, self._begin)
+        books.listen(TaskEnded, self._begin)
+
+    @property
+    def num_waiting(self) -> int:
+        """Blocks that are not wiped yet, but for those that somebody still holds."""
+        pools = self._books.pools
+        return self._num_wiping + sum([len(pool.soiled) + pool.num_stale for pool in pools])
+
+    def go_on(self) -> None:
+        """Ask the ranks for what waits, if they can be asked; else look again after a while."""
+        for tier in TIERS:
+            pool = self._books.pools[tier]
+            if (pool.soiled or pool.has_stale) and self._mover.can(TaskKind.WIPE):
+                if not pool.soiled and not self._num_wiping:  # not all at once: requests need blocks meanwhile
+                    pool.soil_stale(max(1, pool.num_free // _FREE_SHARE))
+                if pool.soiled:
+                    self._wipe(tier)
+        if self._is_behind and not self._num_wiping and self._alarm is None:
+            self._arm()
+
+    def stop(self) -> None:
+        """Look no more."""
+        if (alarm := self._alarm) is not None:
+            alarm.cancel()
+
+    @property
+    def _is_behind(self) -> bool:
+        return any(pool.soiled or pool.has_stale for pool in self._books.pools)
+
+    def _arm(self) -> None:
+        clock = self._books.clock
+        with contextlib.suppress(RuntimeError):  # no thread now: the next change looks again
+            self._alarm = clock.call_at(clock.now() + _AGAIN_SECONDS, self._look_again)
+
+    def _look_again(self) -> None:
+        """A thread of the clock's: nothing may have changed but that the ranks are back."""
+        with self._books:
+            self._alarm = None
+            if not self._books.is_closed:
+                self._books.mishaps.contain("landing", self.go_on)
+
+    def _note(self) -> None:
+        if not self._is_noted:
+            self._is_noted = True
+            self._books.note(Soiled())
+
+    def _begin(self, _: object) -> None:
+        self._is_noted = False
+        if self._is_behind:
+            self.go_on()
+
+    def _wipe(self, tier: Tier) -> None:
+        pool = self._books.pools[tier]
+        ids, pool.soiled = pool.soiled, array("i")
+        try:
+            self._mover.wipe(tier, ids, partial(self._end, tier, ids))
+        except BaseException:
+            pool.soiled = ids + pool.soiled
+            raise
+        self._num_wiping += len(ids)
+
+    def _end(self, tier: Tier, ids: array[int], succeeded: bool) -> None:
+        pool = self._books.pools[tier]
+        self._num_wiping -= len(ids)
+        if succeeded:
+            pool.free(ids, TASK)
+            self.num_wiped += len(ids)
+        else:
+            pool.soiled.extend(ids)
