@@ -81,6 +81,7 @@ setup(
         "demo": ["aiohttp>=3.14.4,<4", "paddlepaddle>=3.0,<4", "gguf>=0.17", "tokenizers>=0.21"],
         "valkey": ["valkey[libvalkey]>=6.1"],
         "mooncake": ["mooncake-transfer-engine-non-cuda>=0.3.13"],
+        "encryption": ["cryptography>=42"],
         "plot": ["matplotlib>=3.8"],
         "otel": ["opentelemetry-api>=1.30"],
         "vllm-names": ["cbor2>=5.6"],
@@ -88,6 +89,7 @@ setup(
         "test": [
             "aiohttp>=3.14.4,<4",
             "cbor2>=5.6",
+            "cryptography>=42",
             "cuda-bindings>=12.9.1",
             "matplotlib>=3.8",
             "mooncake-transfer-engine-non-cuda>=0.3.13",

@@ -31,6 +31,7 @@ WITH_TENSORS = {
     "fastdeploy_cache/adapters/slots/pages.py": {"kv.tensors"},
 }
 HOMES = {
+    "cryptography": {"transfer_manager/storage/encrypted.py", "transfer_manager/storage/tenant_keys.py"},
     "zmq": {
         "ipc/event_stream.py",
         "ipc/peer_channel.py",
@@ -39,6 +40,7 @@ HOMES = {
         "launch/faults/peer_calls.py",
     },
     "msgspec": {
+        "transfer_manager/storage/encrypted.py",
         "transfer_manager/storage/file_space.py",
         "transfer_manager/storage/mooncake_admin.py",
         "transfer_manager/storage/valkey.py",

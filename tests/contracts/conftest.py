@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.places import FilePlace, MemoryPlace, MooncakePlace, Place, ValkeyPlace
+from tests.rigs.places import EncryptedPlace, FilePlace, MemoryPlace, MooncakePlace, Place, ValkeyPlace
 from tests.rigs.storage_servers import MooncakeLender, MooncakeMaster, ValkeyServer
 
 
@@ -35,6 +35,7 @@ def mooncake_cluster() -> Iterator[tuple[MooncakeMaster, MooncakeLender]]:
 KINDS = [
     "memory",
     "file",
+    "encrypted",
     pytest.param("valkey", marks=pytest.mark.processes),
     pytest.param("mooncake", marks=[pytest.mark.processes, pytest.mark.leaks_allowed]),
 ]
@@ -49,7 +50,9 @@ def new_place(request: pytest.FixtureRequest) -> Callable[[Path], Place]:
     if request.param == "mooncake":
         cluster = request.getfixturevalue("mooncake_cluster")
         return lambda folder: MooncakePlace(*cluster)
-    return lambda folder: FilePlace(folder) if request.param == "file" else MemoryPlace()
+    if request.param == "file":
+        return FilePlace
+    return lambda folder: EncryptedPlace() if request.param == "encrypted" else MemoryPlace()
 
 
 @pytest.fixture

@@ -14,7 +14,9 @@ import numpy as np
 from fastdeploy_cache.transfer_manager.storage import open_storage
 from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, Storage
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.transfer_manager.storage.encrypted import EncryptedStorage
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.transfer_manager.storage.tenant_keys import TenantKeys
 from tests.rigs.storage_servers import MooncakeLender, MooncakeMaster, ValkeyServer
 
 NUM_BLOCKS = 24
@@ -95,6 +97,25 @@ class MemoryPlace(Place):
     def change(self, verb: str, space: KeySpace, prompt: Prompt, index: int) -> None:
         """In the dictionary."""
         key = space.key(prompt.hashes[index])
+        self.objects[key] = changed(verb, self.objects[key])
+
+
+class EncryptedPlace(MemoryPlace):
+    """A dictionary of what is encrypted."""
+
+    def open(self, space: KeySpace | None = None, num_blocks: int = NUM_BLOCKS) -> tuple[Storage, Prompt]:
+        """With one key for all."""
+        space = space or self.space()
+        prompt = Prompt(np.zeros((num_blocks, space.object_bytes), np.uint8))
+        keys = TenantKeys({}, b"0123456789abcdef")
+        store = EncryptedStorage(self.kind, self.options, space, prompt.segment, keys)
+        self._stores.append(store)
+        prompt.fill()
+        return store, prompt
+
+    def change(self, verb: str, space: KeySpace, prompt: Prompt, index: int) -> None:
+        """In the dictionary, whose names are of another space."""
+        (key,) = [key for key in self.objects if key.endswith(prompt.hashes[index].hex())]
         self.objects[key] = changed(verb, self.objects[key])
 
 

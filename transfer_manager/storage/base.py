@@ -26,6 +26,7 @@ class Blocks:
         addresses: of the buffers, for stores that take pointers.
         token_ids: int32, the prompt's tokens up to the end of the last block; for stores with `needs_token_ids` only.
         priority: of the request, 0 to 100, where it has one.
+        owner: whose they are: see `keys.owner_mark`.
     """
 
     hashes: Sequence[bytes]
@@ -33,6 +34,7 @@ class Blocks:
     addresses: Sequence[int] = ()
     token_ids: np.ndarray[Any, np.dtype[np.int32]] | None = None
     priority: float | None = None
+    owner: bytes = b""
 
 
 class Written(NamedTuple):

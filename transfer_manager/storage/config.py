@@ -13,6 +13,7 @@ from fastdeploy_cache.transfer_manager.settings import check_integers, names_che
 STORES = ("file", "mooncake", "valkey")
 ADMISSIONS = ("second_use", "all", "priority")
 PAGE_BYTES = 4096
+ENCRYPTED_BYTES = 12 + 16  # that an object is longer when it is encrypted: a nonce, and a tag
 _MAX_IO_THREADS = 256
 _MIN_SLABS = 8
 _OF_STORE = {
@@ -42,6 +43,8 @@ class StorageConfig:
         breaker_seconds: for so long it is left alone, and then it is probed. The time doubles with each failed probe,
             up to 60 s.
         options: texts by name, for a store of your own.
+        keys_file: a TOML file of mode 600 with a key for each namespace, by which what is stored is encrypted
+            (AES-GCM). It needs the extra `encryption`. Without a file nothing is encrypted.
 
         folder: (file) where the store lives. It is made where it is missing, and each engine needs one of its own.
         capacity_bytes: (file) the capacity of all ranks together; at least a block for each.
@@ -73,6 +76,7 @@ class StorageConfig:
     breaker_failures: int = 3
     breaker_seconds: float = 5.0
     options: Mapping[str, str] = field(default_factory=dict)
+    keys_file: str | None = None
 
     folder: str | None = None
     capacity_bytes: int = 10 * 10**9
@@ -103,6 +107,8 @@ class StorageConfig:
                 f"storage.weights_id is {self.weights_id!r}; name the weights (a revision, or weights_id_of(files)): "
                 "what other weights have computed must never be found"
             )
+        if "\0" in (self.keys_file or "") or self.keys_file == "":
+            raise ConfigError(f"storage.keys_file is {self.keys_file!r}; give the path of a file, or leave it out")
         if "\0" in (self.folder or ""):
             raise ConfigError(f"storage.folder is {self.folder!r}; no folder has such a name")
         if self.kind == "file" and not self.folder:
@@ -120,7 +126,7 @@ class StorageConfig:
         self._check_numbers()
 
     def _check_texts(self) -> None:
-        for name in ("folder", "weights_id"):
+        for name in ("folder", "weights_id", "keys_file"):
             text = getattr(self, name)
             try:
                 str(text).encode()
@@ -145,6 +151,7 @@ class StorageConfig:
 
     def check_capacity(self, object_bytes: int, tp_size: int) -> None:
         """Raise `ConfigError` where a rank's share of a file store holds no object of this size."""
+        object_bytes += ENCRYPTED_BYTES if self.keys_file is not None else 0
         share, slot_bytes = self.capacity_bytes // tp_size, slot_bytes_of(object_bytes)
         if self.kind == "file" and share < slot_bytes:
             raise ConfigError(

@@ -26,6 +26,7 @@ KEY_VERSION = 1
 NO_STOP, IMAGE_STOP, BARE_STOP = 0, 1, 2  # of a block: no request may go on behind it; by an image; by full KV alone
 PAGE_MARK = b"fdc-page"  # what names of pages end with: that a block's hash does is one in 2^64
 MARK_AT, MARK_BYTES = 16, 8  # of whose an object is, in its name: no beginning and no end of names is used up
+PROBE_OWNER = bytes(MARK_BYTES)  # of the noise by which a store is tried
 DIGEST = re.compile(r"[0-9a-f]{32}")
 _KEY = re.compile(
     rf"(?P<prefix>fdc{KEY_VERSION}:(?P<weights>{DIGEST.pattern}):{DIGEST.pattern}:)(?P<hash>[0-9a-f]{{64}})"

@@ -48,6 +48,7 @@ class StorageOwner(ProcessOwner):
             kind=self._storage.kind,
             options=self._storage.store_options(space.tp_size),
             space=space,
+            keys_file=self._storage.keys_file,
             import_paths=[str(Path(entry).absolute()) for entry in sys.path] if self._storage.is_own_store else [],
         )
         program = "fastdeploy_cache.transfer_manager.storage"

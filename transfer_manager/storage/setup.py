@@ -18,6 +18,7 @@ class StorageSetup(ProcessSetup, frozen=True, kw_only=True):
     kind: str
     options: dict[str, Any]
     space: KeySpace
+    keys_file: str | None  # of the keys by which objects are encrypted
     import_paths: list[str]  # where the engine finds its modules; a store of its own is found there
 
 

@@ -22,8 +22,16 @@ from fastdeploy_cache.transfer_manager.process.lane_task import Moved
 from fastdeploy_cache.transfer_manager.process.lanes import LaneServer
 from fastdeploy_cache.transfer_manager.process.main import serve_process
 from fastdeploy_cache.transfer_manager.storage import open_storage
-from fastdeploy_cache.transfer_manager.storage.base import Blocks
-from fastdeploy_cache.transfer_manager.storage.keys import BARE_STOP, MARK_BYTES, NO_STOP, is_page, owned, page_names
+from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, Storage
+from fastdeploy_cache.transfer_manager.storage.keys import (
+    BARE_STOP,
+    MARK_BYTES,
+    NO_STOP,
+    PROBE_OWNER,
+    is_page,
+    owned,
+    page_names,
+)
 from fastdeploy_cache.transfer_manager.storage.setup import StorageSetup, StoreReport
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 
@@ -31,6 +39,16 @@ logger = logging.getLogger(__name__)
 
 _HASH_BYTES = 32
 _MAX_BOUNDARIES = 256  # that a look-up asks for, from the deepest on
+
+
+def _opened(setup: StorageSetup, segment: Segment) -> Storage:
+    """The store, with its objects encrypted where there are keys for it."""
+    if setup.keys_file is None:
+        return open_storage(setup.kind, setup.options, setup.space, segment)
+    from fastdeploy_cache.transfer_manager.storage.encrypted import EncryptedStorage
+    from fastdeploy_cache.transfer_manager.storage.tenant_keys import read_keys
+
+    return EncryptedStorage(setup.kind, setup.options, setup.space, segment, read_keys(setup.keys_file))
 
 
 class StorageExecutor:
@@ -49,7 +67,7 @@ class StorageExecutor:
         self._base = self._segment.__array_interface__["data"][0]
         self._size, self._weights_id = size, setup.space.weights_id
         sys.path += [path for path in setup.import_paths if path not in sys.path]  # behind: it replaces nothing of ours
-        self._store = open_storage(setup.kind, setup.options, setup.space, self._segment)
+        self._store = _opened(setup, self._segment)
         self.report = encode(StoreReport(self._store.needs_token_ids))
         self.is_lost = False
         self._opened_ns = round(SYSTEM_CLOCK.now() * 1e9)  # a later process is one that counts from 0 on
@@ -115,10 +133,9 @@ class StorageExecutor:
 
     def _forget(self, owner: bytes) -> int:
         """Remove all objects of an owner; how many there were."""
-        remove_owned: Callable[[str, bytes], int] | None = getattr(self._store, "remove_owned", None)
-        if remove_owned is None or len(owner) != MARK_BYTES:
+        if not hasattr(self._store, "remove_owned") or len(owner) != MARK_BYTES:
             raise StorageError("this store has no `remove_owned`: what it has of a namespace stays")
-        return remove_owned(self._weights_id, owner)
+        return self._store.remove_owned(self._weights_id, owner)
 
     def _blocks(self, task: TransferTask, ids: Int32Array | None = None) -> Blocks:
         starts = range(0, len(task.hashes), _HASH_BYTES)
@@ -132,6 +149,7 @@ class StorageExecutor:
             addresses=[self._base + i * self._size for i in block_ids],
             token_ids=np.frombuffer(task.token_ids, "<i4") if task.token_ids else None,
             priority=task.priority,
+            owner=task.owner,
         )
 
     def _probe(self, task: TransferTask) -> Moved:
@@ -139,7 +157,7 @@ class StorageExecutor:
 
         A store that fails to write can still be read: that is `num_blocks` 0, and no error.
         """
-        blocks = self._blocks(task, task.destination_ids)
+        blocks = dataclasses.replace(self._blocks(task, task.destination_ids), owner=PROBE_OWNER)
         self._store.count_leading(blocks)
         noise = [SYSTEM_CLOCK.random_bytes(self._size) for _ in blocks.buffers]
         for buffer, data in zip(blocks.buffers, noise, strict=True):

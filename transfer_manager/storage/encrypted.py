@@ -1,0 +1,161 @@
+"""Objects that are encrypted before a store gets them: AES-GCM, by a key of whoever owns them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from fastdeploy_cache.errors import StorageError, StorageRefusedError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
+from fastdeploy_cache.transfer_manager.storage import open_storage
+from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, StorageStats, Written
+from fastdeploy_cache.transfer_manager.storage.config import ENCRYPTED_BYTES
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.transfer_manager.storage.tenant_keys import TenantKeys
+
+logger = logging.getLogger(__name__)
+
+NONCE_BYTES: Final = 12
+_STAGING_BYTES: Final = 16 * 2**20  # of each direction, at most
+_MOST_WRONG: Final = 3  # objects of an owner in a row that its key does not open: then the store is not asked any more
+
+
+class EncryptedStorage:
+    """See `Storage`. An object is its nonce, its bytes under AES-GCM, and the tag, which also covers its name: one
+    object never passes for another. It lies in a key space of its own, so that objects that are not encrypted are never
+    met.
+
+    What an owner's key does not open is a miss, and stays where it is: another instance may have the right key. An
+    owner without a key has nothing stored, and finds nothing.
+    """
+
+    def __init__(
+        self, kind: str, options: Mapping[str, Any], space: KeySpace, segment: Segment, keys: TenantKeys
+    ) -> None:
+        """Open a store of this kind. `segment` says how large the objects are that callers give and get.
+
+        Raises:
+            StorageRefusedError: the package `cryptography` is missing, or the store is refused.
+            StorageError: it cannot be reached now.
+        """
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ImportError as error:
+            text = f"storage.keys_file needs pip install 'fastdeploy-cache[encryption]': {error}"
+            raise StorageRefusedError(text) from error
+        size = segment.shape[1] + ENCRYPTED_BYTES
+        self._batch_blocks = max(1, min(len(segment), _STAGING_BYTES // size))
+        self._staging = np.empty((2 * self._batch_blocks, size), np.uint8)  # of reads, and of writes
+        self._keys, self._cipher, self._wrong_key = keys, AESGCM, InvalidTag
+        self._space = msgspec.structs.replace(space, layout=f"AES-GCM of {space.layout}", object_bytes=size)
+        self._store = open_storage(kind, options, self._space, self._staging)
+        self.needs_token_ids = self._store.needs_token_ids
+        self._num_wrong, self._num_declined = 0, 0
+        self._wrong_by_owner: dict[bytes, int] = {}
+
+    def count_leading(self, blocks: Blocks) -> int:
+        """See `Storage`. Nothing, where the owner has no key, or one that has opened nothing lately."""
+        return self._store.count_leading(blocks) if self._may_read(blocks.owner) else 0
+
+    def find(self, hashes: Sequence[bytes]) -> Sequence[bool]:
+        """See `Storage`."""
+        find: Callable[[Sequence[bytes]], Sequence[bool]] | None = getattr(self._store, "find", None)
+        if find is not None:
+            return find(hashes)
+        return [self._store.count_leading(Blocks(hashes=[name])) == 1 for name in hashes]
+
+    def _may_read(self, owner: bytes) -> bool:
+        return self._keys.of(owner) is not None and self._wrong_by_owner.get(owner, 0) < _MOST_WRONG
+
+    def read(self, blocks: Blocks) -> int:
+        """See `Storage`."""
+        key = self._keys.of(blocks.owner)
+        if key is None:
+            return 0
+        cipher, num_read = self._cipher(key), 0
+        for start, rows in self._batches(blocks, self._staging[: self._batch_blocks]):
+            num_here = self._store.read(self._part(blocks, start, rows))
+            for row, buffer, name in zip(rows[:num_here], blocks.buffers[start:], blocks.hashes[start:], strict=False):
+                data = memoryview(row)
+                try:
+                    buffer[:] = cipher.decrypt(data[:NONCE_BYTES], data[NONCE_BYTES:], self._about(name))
+                except self._wrong_key:
+                    self._note_wrong(blocks.owner)
+                    return num_read
+                num_read += 1
+            if num_here < len(rows):
+                break
+        if num_read:
+            self._wrong_by_owner.pop(blocks.owner, None)
+        return num_read
+
+    def _note_wrong(self, owner: bytes) -> None:
+        self._num_wrong += 1
+        count = self._wrong_by_owner[owner] = self._wrong_by_owner.get(owner, 0) + 1
+        if count == _MOST_WRONG:
+            logger.warning("event=storage_key_opens_nothing owner=%s remedy='see storage.keys_file'", owner.hex())
+
+    def write(self, blocks: Blocks) -> Written:
+        """See `Storage`."""
+        key, num_leading, num_bytes = self._keys.of(blocks.owner), 0, 0
+        if key is None:
+            self._num_declined += len(blocks.hashes)
+            return Written(0, 0)
+        cipher = self._cipher(key)
+        for start, rows in self._batches(blocks, self._staging[self._batch_blocks :]):
+            for row, buffer, name in zip(rows, blocks.buffers[start:], blocks.hashes[start:], strict=False):
+                nonce = SYSTEM_CLOCK.random_bytes(NONCE_BYTES)
+                row[:NONCE_BYTES] = np.frombuffer(nonce, np.uint8)
+                row[NONCE_BYTES:] = np.frombuffer(cipher.encrypt(nonce, buffer, self._about(name)), np.uint8)
+            written = self._store.write(self._part(blocks, start, rows))
+            num_leading, num_bytes = num_leading + written.num_leading, num_bytes + written.num_bytes
+            if written.num_leading < len(rows):
+                break
+        return Written(num_leading, num_bytes)
+
+    def _batches(self, blocks: Blocks, staging: Segment) -> Iterator[tuple[int, Segment]]:
+        for start in range(0, len(blocks.hashes), self._batch_blocks):
+            yield start, staging[: len(blocks.hashes) - start]
+
+    @staticmethod
+    def _part(blocks: Blocks, start: int, rows: Segment) -> Blocks:
+        return dataclasses.replace(
+            blocks,
+            hashes=blocks.hashes[start : start + len(rows)],
+            buffers=[memoryview(row) for row in rows],
+            addresses=[row.ctypes.data for row in rows],
+        )
+
+    def _about(self, name: bytes) -> bytes:
+        """What the tag covers beside the bytes."""
+        return bytes.fromhex(self._space.digest) + name
+
+    def remove(self, hashes: Sequence[bytes]) -> int:
+        """See `Storage`."""
+        return self._store.remove(hashes)
+
+    def remove_owned(self, weights_id: str, owner: bytes) -> int:
+        """See `Storage`."""
+        if not hasattr(self._store, "remove_owned"):
+            raise StorageError("this store has no `remove_owned`: what it has of a namespace stays")
+        return self._store.remove_owned(weights_id, owner)
+
+    def clear(self, weights_id: str) -> int:
+        """See `Storage`."""
+        return self._store.clear(weights_id)
+
+    def stats(self) -> StorageStats:
+        """See `StorageStats`. What a key did not open counts as damaged, and what had no key as declined."""
+        stats = self._store.stats()
+        num_damaged, num_declined = stats.num_damaged + self._num_wrong, stats.num_declined + self._num_declined
+        return dataclasses.replace(stats, num_damaged=num_damaged, num_declined=num_declined)
+
+    def close(self) -> None:
+        """See `Storage`."""
+        self._store.close()
