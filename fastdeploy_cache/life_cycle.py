@@ -6,7 +6,6 @@ import dataclasses
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
@@ -14,18 +13,19 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import StatusChanged, TierLost
 from fastdeploy_cache.books.forgetting import forget_namespace
 from fastdeploy_cache.books.generations import Reason
+from fastdeploy_cache.books.residency import FORGOTTEN
 from fastdeploy_cache.books.run import CPU, GPU, Tier
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.books.tier_loss import drop_cpu, drop_gpu
 from fastdeploy_cache.books.transfer import wait_done
 from fastdeploy_cache.config.cache import CacheConfig
-from fastdeploy_cache.errors import ConfigError, LifeCycleError, NotEnoughMemoryError, RequestError, counted
+from fastdeploy_cache.errors import ConfigError, LifeCycleError, NotEnoughMemoryError, counted
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.peers import Peers
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.storage.access import StorageAccess
-from fastdeploy_cache.storage.forget import StorageForget
+from fastdeploy_cache.storage.forget_report import ForgetReport, check_namespace, left_of
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
 logger = event_log(__name__)
@@ -50,28 +50,6 @@ class LifeCycleStatus(Enum):
 
 
 _RESTING = (LifeCycleStatus.RUNNING, LifeCycleStatus.PAUSED, LifeCycleStatus.ASLEEP)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForgetReport:
-    """What has become of what a namespace had.
-
-    Attributes:
-        num_gpu_blocks, num_cpu_blocks: that were cached. None of them is found any more.
-        num_held_blocks: of these, what running requests and others still hold: it is wiped when it is let go.
-        num_requests: of the namespace, that run on. What they have and compute is wiped when they are released.
-        num_waiting_blocks: that are free to be wiped, and were not when the time was over. Nobody gets them before.
-        num_stored_objects: that the store has removed, of all ranks.
-        left: sentences, each of what may still have something of the namespace. None: nothing that this cache knows of.
-    """
-
-    num_gpu_blocks: int
-    num_cpu_blocks: int
-    num_held_blocks: int
-    num_requests: int
-    num_waiting_blocks: int
-    num_stored_objects: int
-    left: tuple[str, ...]
 
 
 class LifeCycle:
@@ -324,51 +302,41 @@ class LifeCycle:
         Waits until that has happened, or the time is over; what is left then goes on by itself, but for the store.
         Raises `ConfigError` for such a time, `RequestError` where `namespace` is no text or the model has several rows.
         """
-        if not isinstance(namespace, str):
-            raise RequestError(f"forget_namespace of {namespace!r}; give the text that its requests have")
-        clock = self._books.clock
-        deadline, wiper = clock.now() + _checked("forget_namespace", timeout_seconds), self._movement.wiper
+        check_namespace(namespace)
+        clock, wiper = self._books.clock, self._movement.wiper
+        deadline = clock.now() + _checked("forget_namespace", timeout_seconds)
         with self._books:
             self._books.check_uniform("life.forget_namespace")
             num_requests = self._requests.forget_namespace(namespace)
             dropped = forget_namespace(self._books, namespace)
             self._movement.mover.taint_forgotten()
-            stored = self._storage.forget_namespace(namespace)
+            stored = self._storage.forget_namespace(namespace, deadline)
         stored.done.wait(clock.seconds_to(deadline))
         while True:  # a turn removes some of it, and asks for what waits
             with self._books:
                 wiper.go_on()
-                num_waiting, is_over = wiper.num_waiting, clock.now() >= deadline
-                if is_over or (not self._books.tree.graves.open and not num_waiting):
-                    num_left = sum(self._books.residency.num_doomed) + num_waiting
+                num_waiting = wiper.num_waiting + sum(self._books.residency.num_doomed)
+                is_at_rest = not num_waiting and not self._is_moving_forgotten()
+                if is_at_rest or clock.now() >= deadline:
+                    num_held = wiper.num_held
                     break
             clock.sleep(_WIPE_SECONDS)
-        left = tuple(self._left_of(stored, num_requests + sum(dropped.num_held)))
         return ForgetReport(
             num_gpu_blocks=dropped.num_blocks[GPU],
             num_cpu_blocks=dropped.num_blocks[CPU],
-            num_held_blocks=sum(dropped.num_held),
+            num_held_blocks=num_held,
             num_requests=num_requests,
-            num_waiting_blocks=num_left,
+            num_waiting_blocks=num_waiting,
             num_stored_objects=stored.num_objects,
-            left=left,
+            left=tuple(left_of(self._config, self._storage.settings, stored, num_waiting, num_held)),
         )
 
-    def _left_of(self, stored: StorageForget, num_users: int) -> Iterator[str]:
-        """What may still have something of a namespace that was forgotten."""
-        storage, peer = self._storage.settings, self._config.peer
-        if not stored.done.is_set():
-            yield "the store has not answered in time; forget the namespace again"
-        elif stored.why_not:
-            yield f"the store: {stored.why_not}"
-        if storage is not None and storage.kind != "file":
-            yield f"other instances that use the {storage.kind} store may write there again what they have cached"
-        if peer is not None:
-            yield "other instances that have received blocks, or receive them now, keep what they have"
-        if self._config.events is not None:
-            yield "the publisher of events keeps its last messages, which have tokens, to send them again"
-        if num_users:
-            yield "requests that run, and others that hold blocks, have them until they let them go"
+    def _is_moving_forgotten(self) -> bool:
+        """Whether tasks in flight hold blocks of a forgotten namespace: they let them go when they have ended."""
+        pins = list(self._storage.held.pins)
+        for transfer in self._movement.mover.in_flight.values():
+            pins += transfer.cargo.pins if transfer.cargo is not None and not transfer.done.is_set() else []
+        return any(pin.run.epoch == FORGOTTEN for pin in pins)
 
 
 class CacheLife:

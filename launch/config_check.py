@@ -17,6 +17,7 @@ from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.kv.parts import KVPart
 from fastdeploy_cache.transfer_manager.peer.signature import load_secret
 from fastdeploy_cache.transfer_manager.storage import check_store
+from fastdeploy_cache.transfer_manager.storage.encrypted import check_encryption
 from fastdeploy_cache.transfer_manager.storage.file_place import check_place
 from fastdeploy_cache.transfer_manager.storage.file_space import slab_bytes, space_folders
 
@@ -106,6 +107,8 @@ def _check_storage(config: CacheConfig) -> None:
     if storage is not None:
         try:
             check_store(storage.kind, storage.store_options(config.transfer.tp_size))
+            if storage.keys_file is not None:
+                check_encryption(storage.keys_file)
         except StorageRefusedError as error:
             where = "; this command looks in PYTHONPATH and among installed packages" if storage.is_own_store else ""
             raise StorageRefusedError(f"{error}{where}") from error

@@ -124,7 +124,8 @@ class BlockPool:
             del self._num_readers[block_id]
             self._num_read_of[self._table.owners[block_id]] -= 1
             if num_readers < 0 and self._num_marked and self._marks[block_id]:
-                self._soil(block_id)
+                self.soiled.append(block_id)
+                self._note_soiled(block_id)
             elif num_readers < 0:
                 self._one[0] = block_id
                 self._table.move(self._one, TASK, FREE)
@@ -179,8 +180,14 @@ class BlockPool:
 
     @property
     def num_marked(self) -> int:
-        """How many are to be wiped when they are freed, and are not free or soiled by now."""
+        """How many are marked by now: also stale ones that are free, but none that is soiled."""
         return self._num_marked
+
+    @property
+    def num_read_out(self) -> int:
+        """How many of these were freed, and are still being read."""
+        marks, readers = self._marks, self._num_readers.items()
+        return sum(num_readers < 0 and marks[block_id] > 0 for block_id, num_readers in readers) if marks else 0
 
     def soil_stale(self, at_most: int) -> None:
         """Take up to so many of these to be wiped; a walk over the pool."""
@@ -192,10 +199,9 @@ class BlockPool:
         self._unmark(ids)
         self.has_stale = len(found) > at_most  # none comes back: what is freed of them is soiled
 
-    def _soil(self, block_id: int) -> None:
+    def _note_soiled(self, block_id: int) -> None:
         self._marks[block_id] = 0
         self._num_marked -= 1
-        self.soiled.append(block_id)
         if self.on_soiled is not None:
             self.on_soiled()
 
@@ -223,10 +229,14 @@ class BlockPool:
                 num_readers = self._num_readers.get(block_id, 0)
                 self._one[0], is_tainted = block_id, self._num_marked > 0 and self._marks[block_id] > 0
                 taker = TASK if num_readers or is_tainted else FREE
+                if is_tainted and not num_readers:
+                    self.soiled.append(block_id)  # first: it may need memory
                 if num_readers < 0 or not self._table.move(self._one, giver, taker):
+                    if is_tainted and not num_readers:
+                        self.soiled.pop()
                     self._refuse(self._one, giver)
                 if is_tainted and not num_readers:
-                    self._soil(block_id)
+                    self._note_soiled(block_id)
                 if num_readers:
                     self._num_readers[block_id] = -num_readers
                     self._num_read_of[giver] -= 1

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import NamespaceForgotten
+from fastdeploy_cache.books.generations import Reason
 from fastdeploy_cache.books.graves import AT_ONCE
 from fastdeploy_cache.books.residency import FORGOTTEN, Residency
 from fastdeploy_cache.books.run import TIERS, Run
@@ -32,20 +33,22 @@ def forget_namespace(books: Books, namespace: str) -> Dropped:
     tree = books.tree
     root = tree.roots.get(namespace)
     books.note(NamespaceForgotten(namespace=namespace))
+    tree.generations.begin(Reason.FORGOTTEN)  # callers' blocks do not say whose they are
     for tier in TIERS:
         tree.pools[tier].note_stale()  # it may have had these before
     runs = list(root.children.values()) if root is not None else []
     for run in runs:
         runs.extend(run.children.values())
     if not tree.graves.are_empty:  # a reset has forgotten some of it already, and not removed it yet
-        runs += [run for run in tree.runs() if run.epoch != tree.epoch and run.root().namespace == namespace]
+        runs += [run for run in tree.runs() if 0 <= run.epoch != tree.epoch and run.root().namespace == namespace]
     if not runs:
         return Dropped(_NOTHING, _NOTHING)
     for tier in TIERS:  # all that needs memory; then what happens, happens whole
         tree.pools[tier].taint(array("i", b"".join([run.packed_ids(tier) for run in runs])))
     if root is not None:
         tree.roots.pop(namespace)
-        tree.graves.add({namespace: root})
+        root.epoch = FORGOTTEN
+        tree.graves.add_forgotten({namespace: root})
     num_blocks, num_held = [0, 0], [0, 0]
     for run in reversed(runs):  # children first
         _hide(tree.residency, run)
@@ -59,6 +62,8 @@ def forget_namespace(books: Books, namespace: str) -> Dropped:
 def _hide(residency: Residency, run: Run) -> None:
     """A run takes part in nothing any more, and goes when nobody holds it."""
     residency.withdraw(run)
+    if residency.policy.hears_losses and run.epoch == residency.epoch:
+        residency.policy.shrink(run, 0)
     for hidden in residency.taps.hidden:
         hidden(run)
     if residency.shares is not None:

@@ -11,6 +11,7 @@ class Reason(Enum):
     RESET = "reset"  # it is worth nothing: other weights, or the engine wants it so
     GPU_LOST = "gpu_lost"  # the bytes on the GPU have gone
     CPU_LOST = "cpu_lost"  # the bytes in the CPU tier have gone
+    FORGOTTEN = "forgotten"  # a namespace was forgotten: whose a caller's blocks are, is not known
 
 
 class Generations:

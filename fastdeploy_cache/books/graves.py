@@ -43,6 +43,16 @@ class Graves:
         if roots:
             self.open.append((None, roots))
 
+    def add_forgotten(self, roots: Roots) -> None:
+        """That of a namespace that is forgotten: behind all others, since what goes of it is free only later."""
+        self.open.insert(0, (None, roots))
+
+    @property
+    def _frees_nothing(self) -> bool:
+        """Whether all that is left to remove has to be wiped before it is free."""
+        run, below = self.open[-1]
+        return (run or next(iter(below.values()))).epoch < 0 if run is not None or below else False
+
     def is_open(self, run: Run) -> bool:
         """Whether this one is being looked through: it goes behind what was below it."""
         return any(run is each for each, _ in self.open)
@@ -88,7 +98,7 @@ class Graves:
         """Remove runs until so many more blocks of a tier are free, or nothing is left; returns how many are."""
         pool = self._pools[tier]
         before = pool.num_free
-        while self.open and pool.num_free - before < num_blocks:
+        while self.open and pool.num_free - before < num_blocks and not self._frees_nothing:
             self.clear(1)
         return pool.num_free - before
 

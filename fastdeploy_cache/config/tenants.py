@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.transfer_manager.settings import names_checked
 
+_MOST_SECONDS = 10 * 365 * 86400.0
 MAX_TENANTS = 64  # each has an eviction policy of its own, and making room looks at all of them
 _SHARES = ("guaranteed_gpu_share", "max_gpu_share", "guaranteed_cpu_share", "max_cpu_share")
 
@@ -42,6 +43,10 @@ class TenantConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.namespace, str):
             raise ConfigError(f"tenants.namespace is {self.namespace!r}; give the text that requests have")
+        try:
+            self.namespace.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"tenants.namespace is {self.namespace!r}, which is no UTF-8 text: {error}") from error
         for name in _SHARES:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
@@ -53,8 +58,8 @@ class TenantConfig:
                 raise ConfigError(f"{name}, of namespace {self.namespace!r}; guarantee no more than it may have")
         seconds = self.keep_seconds
         is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        if seconds is not None and (not is_number or not 0 < seconds < math.inf):
-            raise ConfigError(f"tenants.keep_seconds is {seconds!r}; use a number above 0, or leave it out")
+        if seconds is not None and (not is_number or not 0 < seconds <= _MOST_SECONDS):
+            raise ConfigError(f"tenants.keep_seconds is {seconds!r}; use a number above 0, up to {_MOST_SECONDS:.0f}")
 
 
 def check_tenants(tenants: Sequence[TenantConfig]) -> None:

@@ -151,7 +151,7 @@ class BlockMover:
         """Start overwriting blocks of a tier, which are the task's, with zeros. `give` gives them away when all ranks
         have answered; where this raises they stay the caller's."""
         transfer, nothing = self.new_transfer(tier), array("i")
-        transfer.cargo = CallersBlocks(self._books, ids, (), give)
+        transfer.cargo = CallersBlocks(self._books, ids, (), give, are_freed=tier is GPU)
         of_cpu, of_gpu = (ids, nothing) if tier is CPU else (nothing, ids)
         self._send(transfer, self._new_task(transfer, TaskKind.WIPE, of_cpu, of_gpu))
 
@@ -316,14 +316,16 @@ class BlockMover:
         self._books.note(TaskEnded(result=result, seconds=seconds, num_lost=num_lost))
 
     def num_coming(self, pins_of_requests: Iterable[Pin]) -> int:
-        """GPU blocks that become free or evictable when the copies in flight have ended well."""
+        """GPU blocks that become free or evictable when the copies in flight have ended well, and what forgotten
+        namespaces had is wiped."""
         held: dict[Run, int] = {}  # by requests: blocks from a run's front
         for pin in pins_of_requests:
             *above, run = pin.run.path()
             held.update((upper, upper.num_blocks) for upper in above)
             held[run] = max(held.get(run, 0), pin.end)
         in_flight = [t.cargo for t in self.in_flight.values() if t.cargo is not None and not t.done.is_set()]
-        cargoes = [cargo for cargo in in_flight if not isinstance(cargo, CallersBlocks)]
+        cargoes = [cargo for cargo in in_flight if not isinstance(cargo, CallersBlocks) or cargo.are_freed]
         copied = {run for cargo in cargoes for pin in cargo.pins for run in pin.run.path()}
         num_coming = sum(run.num_in(GPU, run.num_held) - run.num_in(GPU, held.get(run, 0)) for run in copied)
+        num_coming += len(self._books.pools[GPU].soiled) + self._books.residency.num_doomed[GPU]
         return num_coming + sum(cargo.num_freed(held) for cargo in cargoes)

@@ -106,16 +106,20 @@ class CallersBlocks:
         pins: Sequence[Pin],
         give: Callable[[bool], None],
         units: Sequence[array[int]] = (),
+        *,
+        are_freed: bool = False,
     ) -> None:
         """`ids`: in the transfer's tier, the task's until it has ended; and so are `units`, by row, where it fills any.
-        `pins`: on what it reads, or continues. `give` gives them away when all ranks have answered, well or not."""
+        `pins`: on what it reads, or continues. `give` gives them away when all ranks have answered, well or not.
+        `are_freed`: they are GPU blocks, and free then."""
+        self.are_freed = are_freed
         self._books, self._give = books, give
         self.ids: array[int] = ids
         self.units = units
         self.pins: list[Pin] = list(pins)
 
     def num_freed(self, held: dict[Run, int]) -> int:  # noqa: ARG002 (see `Cargo`)
-        return 0
+        return len(self.ids) if self.are_freed else 0
 
     def end(self, succeeded: bool) -> None:
         try:

@@ -31,7 +31,7 @@ class Wiper:
     def __init__(self, books: Books, mover: BlockMover) -> None:
         self._books, self._mover = books, mover
         self._is_noted = False
-        self._num_wiping = 0
+        self._num_wiping, self._not_before = 0, 0.0
         self._alarm: Alarm | None = None
         self.num_wiped = 0
         for pool in books.pools:
@@ -43,11 +43,17 @@ class Wiper:
     def num_waiting(self) -> int:
         """Blocks that are not wiped yet, but for those that somebody still holds."""
         pools = self._books.pools
-        return self._num_wiping + sum([len(pool.soiled) + pool.num_stale for pool in pools])
+        return self._num_wiping + sum([len(pool.soiled) + pool.num_stale + pool.num_read_out for pool in pools])
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that are wiped as soon as who holds them lets them go."""
+        return sum([pool.num_marked - pool.num_stale - pool.num_read_out for pool in self._books.pools])
 
     def go_on(self) -> None:
         """Ask the ranks for what waits, if they can be asked; else look again after a while."""
-        for tier in TIERS:
+        is_early = self._books.clock.now() < self._not_before
+        for tier in () if is_early else TIERS:
             pool = self._books.pools[tier]
             if (pool.soiled or pool.has_stale) and self._mover.can(TaskKind.WIPE):
                 if not pool.soiled and not self._num_wiping:  # not all at once: requests need blocks meanwhile
@@ -80,8 +86,9 @@ class Wiper:
 
     def _note(self) -> None:
         if not self._is_noted:
-            self._is_noted = True
-            self._books.note(Soiled())
+            with contextlib.suppress(MemoryError):  # the next task that ends looks, too
+                self._books.note(Soiled())
+                self._is_noted = True
 
     def _begin(self, _: object) -> None:
         self._is_noted = False
@@ -106,3 +113,4 @@ class Wiper:
             self.num_wiped += len(ids)
         else:
             pool.soiled.extend(ids)
+            self._not_before = self._books.clock.now() + _AGAIN_SECONDS  # not at once: it may fail at once

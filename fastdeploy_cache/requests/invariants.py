@@ -9,6 +9,7 @@ from fastdeploy_cache.books.block_hash import HASH_BYTES, BlockHasher
 from fastdeploy_cache.books.block_marks import MARK_BYTES, block_marks
 from fastdeploy_cache.books.block_pool import CALLER, CHECKPOINT, FREE, REQUEST, RUN, TASK, BlockPool, Owner
 from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.residency import FORGOTTEN
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
 from fastdeploy_cache.books.transfer import Segment, Transfer
 from fastdeploy_cache.requests.active_request import ActiveRequest
@@ -45,6 +46,9 @@ def check(tree: PrefixTree, held: Held) -> None:
         _check_owners(tree.pools[tier], tier, runs, requests, transfers, held_ids=held_ids)
         protected = sum(run.num_in(tier, run.num_held) for run in runs)
         assert tree.residency.num_protected[tier] == protected, (tier, "protected", protected)
+        doomed = [run for run in runs if run.epoch == FORGOTTEN]
+        num_doomed = sum(run.num_in(tier, run.num_blocks) - run.num_in(tier, run.num_held) for run in doomed)
+        assert tree.residency.num_doomed[tier] == num_doomed, (tier, "of forgotten namespaces", num_doomed)
         ages = tree.residency.ages
         num_evicted = sum(ages.num_evicted[tier])
         ages.count_evicted()

@@ -47,6 +47,7 @@ class StorageAccess:
         self._beside: list[StorageTier] = []  # that are being opened, or whose last answers are still to come
         self._sums = Counter[str]()  # of those whose last answers have come
         self._given: StorageConfig | None = None  # the settings of a store whose processes we start
+        self._had_one = False  # a store that is attached no more
         self._is_attaching = self._has_warned = False
         self.is_attached = False  # whether there is a store, whether or not it works now
 
@@ -143,6 +144,7 @@ class StorageAccess:
             if isinstance(tier, NoTier):
                 return
             tier.detach()
+            self._had_one = True
             self._beside.append(tier)
         tier.link.client.stop()
         self._close_idle()
@@ -214,13 +216,14 @@ class StorageAccess:
         """Write these runs now, whatever the policies say; what is on the GPU only is copied down for it."""
         self._tier.write(path)
 
-    def forget_namespace(self, namespace: str) -> StorageForget:
+    def forget_namespace(self, namespace: str, deadline: float) -> StorageForget:
         """Fetch no more of a namespace, and remove what the store has of it."""
         for tier in (*self._beside, self._tier):
             tier.reads.stop(namespace)
         if isinstance(self._tier, NoTier):
-            return StorageForget(namespace, self._books.clock.event(), _NOT_ATTACHED)
-        return self._tier.forgets.start(namespace)
+            had_one = self._had_one or self._given is not None
+            return StorageForget(namespace, self._books.clock.event(), _NOT_ATTACHED if had_one else "").ended()
+        return self._tier.forgets.start(namespace, deadline)
 
     def is_forgetting(self, namespace: str) -> bool:
         """Whether the store is removing what it has of a namespace."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from fastdeploy_cache.ipc.clock import Event
 
 
@@ -13,3 +15,8 @@ class StorageForget:
         self.num_objects = 0
         if why_not:
             done.set()
+
+    def ended(self) -> Self:
+        """Itself: there is nothing to wait for."""
+        self.done.set()
+        return self

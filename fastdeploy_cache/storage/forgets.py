@@ -8,6 +8,11 @@ from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.transfer_manager.storage.keys import owner_mark
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 
+_NO_MARK = (
+    "the default namespace has no mark in the names of its objects; `fastdeploy-cache storage clear` removes all that "
+    "the weights have there"
+)
+
 
 class StorageForgets:
     """Those that were asked for and not answered. Under the lock."""
@@ -25,15 +30,16 @@ class StorageForgets:
         """Whether what the store has of a namespace is being removed: nothing of it is read meanwhile."""
         return any(each.namespace == namespace for each in self._asked.values())
 
-    def start(self, namespace: str) -> StorageForget:
-        """Ask each rank's store; by the lane of writes, so behind all that were begun."""
+    def start(self, namespace: str, deadline: float) -> StorageForget:
+        """Ask each rank's store; by the lane of writes, so behind all that were begun. To overwrite
+        files may take until `deadline`."""
         done = self._books.clock.event()
         if not namespace:
-            return StorageForget(namespace, done, "the default namespace has no mark in the names of its objects")
+            return StorageForget(namespace, done, _NO_MARK)
         if not self._link.can(TaskKind.FORGET):
             return StorageForget(namespace, done, "the store cannot be asked now; forget the namespace again later")
         forget = StorageForget(namespace, done)
-        task = self._link.new_task(TaskKind.FORGET, b"", owner=owner_mark(namespace))
+        task = self._link.new_task(TaskKind.FORGET, b"", owner=owner_mark(namespace), deadline=deadline)
         self._link.outbox.put(task, self._asked, forget)
         return forget
 

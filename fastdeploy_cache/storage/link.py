@@ -189,15 +189,16 @@ class StorageLink:
         priority: float | None = None,
         detail: bytes = b"",
         owner: bytes = b"",
+        deadline: float = 0.0,
     ) -> TransferTask:
-        """A task with its own deadline, for `outbox.put`."""
+        """A task with its own deadline, or a later one, for `outbox.put`."""
         task_id, self._next_task_id = self._next_task_id, self._next_task_id + 1
         return TransferTask(
             task_id=task_id,
             kind=kind,
             source_ids=np.frombuffer(sources, np.int32) if sources is not None else _NO_IDS,
             destination_ids=np.frombuffer(destinations, np.int32) if destinations is not None else _NO_IDS,
-            deadline=self._clock.now() + self._timeout_seconds,
+            deadline=max(deadline, self._clock.now() + self._timeout_seconds),
             hashes=hashes,
             token_ids=token_ids,
             priority=priority,

@@ -199,15 +199,10 @@ def pins_table(pins: Sequence[Mapping[str, Any]]) -> Table:
 
 def forget_lines(found: Mapping[str, Any]) -> list[str]:
     """What has become of what a namespace had, and what may be left of it."""
-    num_gpu, num_cpu, num_held = (found[f"num_{name}_blocks"] for name in ("gpu", "cpu", "held"))
+    num_gpu, num_cpu = found["num_gpu_blocks"], found["num_cpu_blocks"]
     lines = [f"forgotten: {counted(num_gpu, 'block')} on the GPU, {num_cpu} in the CPU tier"]
     if found["num_stored_objects"]:
         lines.append(f"removed from the store: {counted(found['num_stored_objects'], 'object')}")
-    if num_held:
-        num_requests = counted(found["num_requests"], "running request")
-        lines.append(f"still held: {counted(num_held, 'block')}, with {num_requests}")
-    if found["num_waiting_blocks"]:
-        lines.append(f"not overwritten yet: {counted(found['num_waiting_blocks'], 'block')}; nobody gets them before")
     return [*lines, *(f"may be left: {each}" for each in found["left"])]
 
 

@@ -140,6 +140,23 @@ def test_every_verb_gets_through_with_its_fields(stub: Stub, path: Path) -> None
     ]
 
 
+def test_logs_do_not_say_whose_it_is(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A verb is logged with its times, and without namespace, session and tokens."""
+    caplog.set_level("INFO")
+    server = ControlServer(path)
+    server.start(subject_of(cast("Stub", SimpleNamespace(status="running"))))
+    for line in (
+        b'{"verb": "forget", "namespace": "acme-secret", "timeout_seconds": 3.0}\n',
+        b'{"verb": "retain", "session": "their-session", "namespace": "acme-secret", "seconds": 5.0}\n',
+        b'{"verb": "supersede", "token_ids": [4711]}\n',
+    ):
+        assert "error" in send(path, line)  # nobody is there to do it
+    server.stop()
+    requests = [record.getMessage() for record in caplog.records if "event=control request" in record.getMessage()]
+    assert len(requests) == 3 and "request=forget timeout_seconds=3.0" in requests[0] and "seconds=5.0" in requests[1]
+    assert not any(secret in each for each in requests for secret in ("acme", "their", "4711"))
+
+
 def test_who_does_not_finish_a_line_is_not_waited_for(stub: Stub, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its time, or at its end, it is told so; the next one is served."""
     with connected(path, 5) as connection:

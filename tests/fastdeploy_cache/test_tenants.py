@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache.books.block_pool import REQUEST, BlockPool
 from fastdeploy_cache.books.causes import Cause
+from fastdeploy_cache.books.id_table import new_id_table
 from fastdeploy_cache.books.leaves.policy import LeastRecentlyUsed
 from fastdeploy_cache.books.run import CPU, GPU
+from fastdeploy_cache.books.tenants.labels import LabelledTable
 from fastdeploy_cache.config.tenants import MAX_TENANTS, TenantConfig
 from fastdeploy_cache.errors import ConfigError, ControlError, OutOfBlocksError, PromptTooLongError
 from fastdeploy_cache.transfer_manager.kv.groups import KVGroup
@@ -55,7 +58,9 @@ def _serve(cache: PrefixCacheManager, namespace: str, first: int, num_blocks: in
         ({"guaranteed_gpu_share": 1.5}, "tenants.guaranteed_gpu_share is 1.5; it is a share, use 0 to 1"),
         ({"max_cpu_share": True}, "tenants.max_cpu_share is True; it is a share, use 0 to 1"),
         ({"guaranteed_cpu_share": 0.5, "max_cpu_share": 0.4}, "guarantee no more than it may have"),
-        ({"keep_seconds": 0}, "tenants.keep_seconds is 0; use a number above 0, or leave it out"),
+        ({"namespace": "\ud800"}, "which is no UTF-8 text"),
+        ({"keep_seconds": 10**400}, "use a number above 0, up to 315360000"),
+        ({"keep_seconds": 0}, "tenants.keep_seconds is 0; use a number above 0, up to 315360000"),
     ],
 )
 def test_impossible_tenants_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -198,6 +203,44 @@ def test_what_is_held_outlives_its_time() -> None:
         cache.release(request)
         clock.advance(10.0)
         assert cache.stats().gpu.num_cached == 4  # the last request holds it
+
+
+def test_a_look_that_fails_is_followed_by_another() -> None:
+    """What it meets is contained, and what is too old goes with the next look."""
+    with _cache(TenantConfig(namespace="a", keep_seconds=8.0)) as cache:
+        clock, expiry = cache._books.clock, cache._expiry
+        assert isinstance(clock, ManualClock)
+        _serve(cache, "a", 0, 4)
+        look, failures = expiry._look, [MemoryError("no memory")]
+
+        def fail_once() -> None:
+            if failures:
+                raise failures.pop()
+            look()
+
+        expiry._look = fail_once  # type: ignore[method-assign]
+        clock.advance(20.0)
+        assert not failures and cache.stats().gpu.num_cached == 0
+
+
+def test_what_is_read_when_it_is_freed_is_nobodys() -> None:
+    """A tenant's block that is freed while a store reads it counts for the tenant no more, then and afterwards."""
+    tables = list[LabelledTable]()
+
+    def new_table(num_blocks: int) -> LabelledTable:
+        tables.append(LabelledTable(new_id_table(num_blocks), 3))
+        return tables[0]
+
+    pool = BlockPool("GPU", 8, new_table)
+    (table,) = tables
+    ids = pool.allocate(4, REQUEST)
+    table.label(ids, 1)
+    pool.begin_reading(ids[:2])
+    pool.free(ids, REQUEST)
+    assert table.num_used == table.counted() == [2, 0, 0]
+    pool.end_reading(ids[:2])
+    assert table.num_used == table.counted() == [0, 0, 0]
+    assert pool.num_free == 8
 
 
 class TurnCounts:

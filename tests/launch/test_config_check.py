@@ -106,6 +106,16 @@ def test_a_store_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert status == 1 and f"storage.kind '{kind}' needs pip install" in problem
 
 
+def test_keys_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Status 1 for a file of keys that is not there, and where the package is missing."""
+    settings = "[storage]\nweights_id = 'w1'\nkind = 'valkey'\nkeys_file = '/no/such/keys'\n"
+    status, _, (problem,) = check(tmp_path, settings)
+    assert status == 1 and "storage.keys_file is '/no/such/keys', and cannot be read" in problem
+    monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
+    status, _, (problem,) = check(tmp_path, settings)
+    assert status == 1 and "pip install 'fastdeploy-cache[encryption]'" in problem
+
+
 @pytest.mark.parametrize("kind", ["valkey", "tests.rigs.memory_storage:MemoryStorage"])
 def test_a_store_that_can_be_opened(tmp_path: Path, kind: str) -> None:
     """Its settings are understood: an engine starts with it, also while no server answers."""

@@ -141,6 +141,7 @@ class CacheModel:
         self.client.up = True
         for _ in range(100):
             with self.cache._books:
+                self.cache._movement.wiper._not_before = 0.0  # as if it were later than after one that failed
                 self.cache._movement.wiper.go_on()
             self.client.land_all()
         assert self.cache._movement.wiper.num_waiting == 0

@@ -107,7 +107,9 @@ class StorageConfig:
                 f"storage.weights_id is {self.weights_id!r}; name the weights (a revision, or weights_id_of(files)): "
                 "what other weights have computed must never be found"
             )
-        if "\0" in (self.keys_file or "") or self.keys_file == "":
+        if self.keys_file is not None and (
+            not isinstance(self.keys_file, str) or "\0" in self.keys_file or not self.keys_file
+        ):
             raise ConfigError(f"storage.keys_file is {self.keys_file!r}; give the path of a file, or leave it out")
         if "\0" in (self.folder or ""):
             raise ConfigError(f"storage.folder is {self.folder!r}; no folder has such a name")

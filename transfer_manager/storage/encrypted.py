@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -11,18 +12,46 @@ import msgspec
 import numpy as np
 
 from fastdeploy_cache.errors import StorageError, StorageRefusedError
-from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 from fastdeploy_cache.transfer_manager.storage import open_storage
 from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, StorageStats, Written
 from fastdeploy_cache.transfer_manager.storage.config import ENCRYPTED_BYTES
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
-from fastdeploy_cache.transfer_manager.storage.tenant_keys import TenantKeys
+from fastdeploy_cache.transfer_manager.storage.tenant_keys import TenantKeys, read_keys
 
 logger = logging.getLogger(__name__)
 
 NONCE_BYTES: Final = 12
 _STAGING_BYTES: Final = 16 * 2**20  # of each direction, at most
-_MOST_WRONG: Final = 3  # objects of an owner in a row that its key does not open: then the store is not asked any more
+_MOST_WRONG: Final = 3  # objects of an owner that its key does not open, and none that it does: then none is asked for
+_QUIET_SECONDS: Final = 60.0  # and then tried again: a key may be right for what comes later
+_MOST_OWNERS: Final = 1024  # of whom that is remembered
+
+
+@dataclasses.dataclass
+class _Wrong:
+    """What no key of an owner's has opened lately: names of objects, and till when none is asked for."""
+
+    names: set[bytes] = dataclasses.field(default_factory=set)
+    quiet_until: float = 0.0
+
+
+def check_encryption(keys_file: str) -> None:
+    """Try what can be told without the store. Raises `StorageRefusedError`: the package `cryptography` is missing, or
+    the keys cannot be used (see `read_keys`)."""
+    _aes_gcm()
+    read_keys(keys_file)
+
+
+def _aes_gcm() -> tuple[Any, type[Exception]]:
+    """The cipher, and what it raises for a wrong key."""
+    try:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ImportError as error:
+        text = f"storage.keys_file needs pip install 'fastdeploy-cache[encryption]': {error}"
+        raise StorageRefusedError(text) from error
+    return AESGCM, InvalidTag
 
 
 class EncryptedStorage:
@@ -35,7 +64,14 @@ class EncryptedStorage:
     """
 
     def __init__(
-        self, kind: str, options: Mapping[str, Any], space: KeySpace, segment: Segment, keys: TenantKeys
+        self,
+        kind: str,
+        options: Mapping[str, Any],
+        space: KeySpace,
+        segment: Segment,
+        keys: TenantKeys,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """Open a store of this kind. `segment` says how large the objects are that callers give and get.
 
@@ -43,21 +79,16 @@ class EncryptedStorage:
             StorageRefusedError: the package `cryptography` is missing, or the store is refused.
             StorageError: it cannot be reached now.
         """
-        try:
-            from cryptography.exceptions import InvalidTag
-            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-        except ImportError as error:
-            text = f"storage.keys_file needs pip install 'fastdeploy-cache[encryption]': {error}"
-            raise StorageRefusedError(text) from error
+        self._cipher, self._wrong_key = _aes_gcm()
         size = segment.shape[1] + ENCRYPTED_BYTES
         self._batch_blocks = max(1, min(len(segment), _STAGING_BYTES // size))
         self._staging = np.empty((2 * self._batch_blocks, size), np.uint8)  # of reads, and of writes
-        self._keys, self._cipher, self._wrong_key = keys, AESGCM, InvalidTag
+        self._keys = keys
         self._space = msgspec.structs.replace(space, layout=f"AES-GCM of {space.layout}", object_bytes=size)
         self._store = open_storage(kind, options, self._space, self._staging)
         self.needs_token_ids = self._store.needs_token_ids
-        self._num_wrong, self._num_declined = 0, 0
-        self._wrong_by_owner: dict[bytes, int] = {}
+        self._clock, self._num_wrong, self._num_declined = clock, 0, 0
+        self._wrong_by_owner: OrderedDict[bytes, _Wrong] = OrderedDict()
 
     def count_leading(self, blocks: Blocks) -> int:
         """See `Storage`. Nothing, where the owner has no key, or one that has opened nothing lately."""
@@ -71,7 +102,8 @@ class EncryptedStorage:
         return [self._store.count_leading(Blocks(hashes=[name])) == 1 for name in hashes]
 
     def _may_read(self, owner: bytes) -> bool:
-        return self._keys.of(owner) is not None and self._wrong_by_owner.get(owner, 0) < _MOST_WRONG
+        wrong = self._wrong_by_owner.get(owner)
+        return self._keys.of(owner) is not None and (wrong is None or self._clock.now() >= wrong.quiet_until)
 
     def read(self, blocks: Blocks) -> int:
         """See `Storage`."""
@@ -86,20 +118,24 @@ class EncryptedStorage:
                 try:
                     buffer[:] = cipher.decrypt(data[:NONCE_BYTES], data[NONCE_BYTES:], self._about(name))
                 except self._wrong_key:
-                    self._note_wrong(blocks.owner)
+                    self._note_wrong(blocks.owner, name)
                     return num_read
                 num_read += 1
+                self._wrong_by_owner.pop(blocks.owner, None)  # the key is right, whatever becomes of others
             if num_here < len(rows):
                 break
-        if num_read:
-            self._wrong_by_owner.pop(blocks.owner, None)
         return num_read
 
-    def _note_wrong(self, owner: bytes) -> None:
+    def _note_wrong(self, owner: bytes, name: bytes) -> None:
         self._num_wrong += 1
-        count = self._wrong_by_owner[owner] = self._wrong_by_owner.get(owner, 0) + 1
-        if count == _MOST_WRONG:
+        wrong = self._wrong_by_owner.setdefault(owner, _Wrong())
+        if len(wrong.names) < _MOST_WRONG:
+            wrong.names.add(name)
+        if len(wrong.names) == _MOST_WRONG:
+            wrong.quiet_until = self._clock.now() + _QUIET_SECONDS
             logger.warning("event=storage_key_opens_nothing owner=%s remedy='see storage.keys_file'", owner.hex())
+        while len(self._wrong_by_owner) > _MOST_OWNERS:
+            self._wrong_by_owner.popitem(last=False)
 
     def write(self, blocks: Blocks) -> Written:
         """See `Storage`."""
@@ -123,10 +159,13 @@ class EncryptedStorage:
         for start in range(0, len(blocks.hashes), self._batch_blocks):
             yield start, staging[: len(blocks.hashes) - start]
 
-    @staticmethod
-    def _part(blocks: Blocks, start: int, rows: Segment) -> Blocks:
+    def _part(self, blocks: Blocks, start: int, rows: Segment) -> Blocks:
+        tokens, num_behind = blocks.token_ids, len(blocks.hashes) - start - len(rows)
+        if tokens is not None and num_behind:
+            tokens = tokens[: len(tokens) - num_behind * self._space.block_size]
         return dataclasses.replace(
             blocks,
+            token_ids=tokens,
             hashes=blocks.hashes[start : start + len(rows)],
             buffers=[memoryview(row) for row in rows],
             addresses=[row.ctypes.data for row in rows],

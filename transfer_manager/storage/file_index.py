@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 
 from fastdeploy_cache.transfer_manager.storage.file_journal import Put
-from fastdeploy_cache.transfer_manager.storage.keys import MARK_AT, MARK_BYTES
+from fastdeploy_cache.transfer_manager.storage.keys import owned
 
 
 class Index:
@@ -112,15 +112,10 @@ class Index:
                 self._forget(put)
             return len(found)
 
-    def take_owned(self, owner: bytes) -> list[Put]:
-        """Forget the objects that have this mark in their names, and tell which: their slots are written to by nobody
-        before the next commit, but those that no commit had taken up yet, which are free at once."""
+    def owned_by(self, owner: bytes) -> list[Put]:
+        """The objects that have this mark in their names."""
         with self._lock:
-            end = MARK_AT + MARK_BYTES
-            found = [put for put in self._entries.values() if put.block_hash[MARK_AT:end] == owner]
-            for put in found:
-                self._forget(put)
-            return found
+            return [put for put in self._entries.values() if owned(put.block_hash, owner) == put.block_hash]
 
     def drop(self, puts: Iterable[Put]) -> int:
         """Forget objects that proved bad, unless they have gone or been written anew meanwhile."""

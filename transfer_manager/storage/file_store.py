@@ -38,7 +38,7 @@ from fastdeploy_cache.transfer_manager.storage.file_space import (
     other_weights,
     remove_space,
 )
-from fastdeploy_cache.transfer_manager.storage.keys import KeySpace, is_page
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace, is_page, owned
 
 logger = logging.getLogger(__name__)
 
@@ -244,16 +244,23 @@ class FileStorage:
                         num_removed += len(replay.live)
         return num_removed
 
-    def remove_owned(self, weights_id: str, owner: bytes) -> int:
-        """See `Storage`. In spaces that nobody has open, of other layouts or ranks, they stay."""
+    def remove_owned(self, weights_id: str, owner: bytes) -> int:  # noqa: ARG002 (all weights are looked through)
+        """See `Storage`; of other weights, too. A space of another layout, rank or key that has any goes whole, unless
+        another engine has it open."""
         self._check_open()
-        if weights_id != self._space.weights_id:
-            return 0
-        puts = self._index.take_owned(owner)
+        puts = self._index.owned_by(owner)
         with _failing(f"overwrite what is removed from {self._path}"):
-            self._slabs.wipe([put.slot for put in puts])
+            self._slabs.wipe([put.slot for put in puts])  # first: what is not wiped can be asked for again
+            self._index.drop(puts)
             self._commits.commit_removals()
-        return len(puts)
+            num_removed = len(puts)
+            for path, _ in find_spaces(self._disk, self._folder):
+                replay = read_journal(self._disk, path / JOURNAL_NAME) if path != self._path else None
+                puts = puts_of(replay.live) if replay else []
+                num_there = sum(owned(put.block_hash, owner) == put.block_hash for put in puts)
+                if num_there and remove_space(self._disk, path):
+                    num_removed += num_there
+        return num_removed
 
     def stats(self) -> StorageStats:
         """See `Storage`."""

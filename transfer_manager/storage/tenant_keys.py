@@ -41,11 +41,14 @@ def read_keys(path: str) -> TenantKeys:
     """
     said = f"storage.keys_file is {path!r}"
     try:
-        mode, found = Path(path).stat().st_mode, tomllib.loads(Path(path).read_text())
+        mode = Path(path).stat().st_mode
+        if not stat.S_ISREG(mode):  # a pipe would be waited for
+            raise StorageRefusedError(f"{said}, which is no file")
+        if stat.S_IMODE(mode) & 0o077:
+            raise StorageRefusedError(f"{said}, which others may read; chmod 600 it")
+        found = tomllib.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise StorageRefusedError(f"{said}, and cannot be read: {reason_of(error)}") from error
-    if stat.S_IMODE(mode) & 0o077:
-        raise StorageRefusedError(f"{said}, which others may read; chmod 600 it")
     table = found.get("keys")
     if not isinstance(table, dict) or not table or set(found) != {"keys"}:
         raise StorageRefusedError(f"{said}; give it one table, [keys], with a key for each namespace")

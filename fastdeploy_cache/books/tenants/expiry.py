@@ -54,7 +54,16 @@ class Expiry:
     # -- a thread of the clock's
 
     def _look_through(self) -> None:
-        """One look at all of them, in turns; then another one is due."""
+        """One look at all of them, in turns; then another one is due, whatever becomes of this one."""
+        self._books.mishaps.contain("policy", self._look)
+        while not self._books.is_closed:
+            try:
+                self._arm()
+                return
+            except RuntimeError:  # no thread now: this one is still here
+                self._books.clock.sleep(_LEAST_SECONDS)
+
+    def _look(self) -> None:
         for namespace, seconds in self._keep_seconds.items():
             looks: list[_Look] | None = None
             while looks is None or looks:
@@ -65,14 +74,6 @@ class Expiry:
                         root = self._books.tree.roots.get(namespace)
                         looks = _below(root) if root is not None else []
                     self._look_at_some(looks, seconds)
-        while True:
-            try:
-                self._arm()
-            except RuntimeError:  # no thread now: this one is still here
-                self._books.clock.sleep(_LEAST_SECONDS)
-                if not self._books.is_closed:
-                    continue
-            return
 
     def _look_at_some(self, looks: list[_Look], seconds: float) -> None:
         """What is below a run goes before it, so that no turn removes more than it looks at."""

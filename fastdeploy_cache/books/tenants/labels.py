@@ -6,7 +6,7 @@ from array import array
 
 import numpy as np
 
-from fastdeploy_cache.books.block_pool import FREE, RUN
+from fastdeploy_cache.books.block_pool import FREE, RUN, TASK
 from fastdeploy_cache.books.id_table import Ids, IdTable
 
 _SHORT = 12  # ids: fewer are counted one by one sooner than all at once
@@ -52,6 +52,9 @@ class LabelledTable:
             if taker == FREE:
                 self._change(ids, 0)
             elif giver == FREE:
+                self.num_used[0] += len(ids)
+            elif taker == TASK:  # its owner has given it back: it is nobody's guarantee while it is read, or wiped
+                self._change(ids, 0)
                 self.num_used[0] += len(ids)
         return is_good
 

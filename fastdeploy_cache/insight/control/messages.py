@@ -28,6 +28,8 @@ _ALL_REQUESTS = 10**6  # that are remembered
 _ANSWER_ID = re.compile(r"^(chat)?cmpl-")  # before the request's name, in the body of an OpenAI-style answer
 Tier = Literal["gpu", "cpu"]
 
+_SECRET = ("namespace", "session", "token_ids")  # fields that no log has
+
 
 class LifeVerbs(Protocol):
     """Stopping and going on: of a cache alone, or of an engine and its cache together. One call at a time."""
@@ -351,6 +353,12 @@ def decode(line: bytes) -> Verb:
     """The verb that a line of JSON asks for. Raises `msgspec.DecodeError` or `UnicodeDecodeError`."""
     verb: Verb = msgspec.json.decode(line, type=taken_apart(Verb))
     return verb
+
+
+def shown(verb: Verb) -> str:
+    """A verb as logs have it: without what it says of prompts, and of whom."""
+    fields = {name: getattr(verb, name) for name in verb.__struct_fields__ if name not in _SECRET}
+    return " ".join([str(verb.__struct_config__.tag), *(f"{name}={value!r}" for name, value in fields.items())])
 
 
 def is_look(verb: Verb) -> bool:

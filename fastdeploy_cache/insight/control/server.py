@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from fastdeploy_cache.errors import CacheError, ControlError
-from fastdeploy_cache.insight.control.messages import Subject, Verb, decode, is_look, known_verbs
+from fastdeploy_cache.insight.control.messages import Subject, Verb, decode, is_look, known_verbs, shown
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.private_socket import PrivateListener, peer_uid, receive_line
 
@@ -108,9 +108,9 @@ class ControlServer:
     def _act(self, connection: socket.socket, verb: Verb, apply: Callable[[], bytes]) -> bytes | None:
         with self._acting:  # held for the verbs' own times; who has gone meanwhile is asked below
             if _has_gone(connection):
-                logger.info("event=control_dropped request=%r reason=its_sender_has_gone", verb)
+                logger.info("event=control_dropped request=%s reason=its_sender_has_gone", shown(verb))
                 return None
-            logger.info("event=control request=%r", verb)
+            logger.info("event=control request=%s", shown(verb))
             try:
                 answer = apply()
             except BaseException as error:

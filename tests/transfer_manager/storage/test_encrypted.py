@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,15 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, Request, StorageConfig
-from fastdeploy_cache.errors import StorageRefusedError
+from fastdeploy_cache.errors import ConfigError, StorageRefusedError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
+from fastdeploy_cache.transfer_manager.storage import encrypted
+from fastdeploy_cache.transfer_manager.storage.base import Blocks, Written
+from fastdeploy_cache.transfer_manager.storage.config import ENCRYPTED_BYTES
 from fastdeploy_cache.transfer_manager.storage.encrypted import EncryptedStorage
 from fastdeploy_cache.transfer_manager.storage.keys import owned, owner_mark
 from fastdeploy_cache.transfer_manager.storage.tenant_keys import TenantKeys, read_keys
+from tests.rigs.manual_clock import ManualClock
 from tests.rigs.places import EncryptedPlace, Prompt
 
 ACME, OTHER = owner_mark("acme"), owner_mark("other")
@@ -25,10 +32,10 @@ SECRET = np.float32(1234.5)
 class Vault(EncryptedPlace):
     """Stores over one dictionary, with the keys that a test says."""
 
-    def opened(self, keys: TenantKeys) -> tuple[EncryptedStorage, Prompt]:
+    def opened(self, keys: TenantKeys, clock: Clock = SYSTEM_CLOCK) -> tuple[EncryptedStorage, Prompt]:
         space = self.space()
         prompt = Prompt(np.zeros((6, space.object_bytes), np.uint8))
-        store = EncryptedStorage(self.kind, self.options, space, prompt.segment, keys)
+        store = EncryptedStorage(self.kind, self.options, space, prompt.segment, keys, clock=clock)
         self._stores.append(store)
         prompt.hashes = [owned(name, ACME) for name in prompt.hashes]
         prompt.fill()
@@ -42,10 +49,8 @@ def vault() -> Iterator[Vault]:
     vault.close()
 
 
-def _of(prompt: Prompt, owner: bytes) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(prompt.blocks(), owner=owner)
+def _of(prompt: Prompt, owner: bytes, first: int = 0) -> Any:
+    return dataclasses.replace(prompt.blocks(first), owner=owner)
 
 
 def test_what_is_stored_tells_nothing(vault: Vault) -> None:
@@ -60,20 +65,32 @@ def test_what_is_stored_tells_nothing(vault: Vault) -> None:
 
 
 def test_a_wrong_key_is_a_miss(vault: Vault) -> None:
-    """Nothing is read or removed, and after some tries the store is not asked any more; the right key reads."""
-    right, prompt = vault.opened(TenantKeys({ACME: KEY}, None))
+    """Nothing is read or removed; after three objects the store is not asked for a minute, and then once more. One
+    object alone never ends it, and what the key opens ends that."""
+    clock = ManualClock()
+    right, prompt = vault.opened(TenantKeys({ACME: KEY}, None), clock)
     right.write(_of(prompt, ACME))
-    wrong, theirs = vault.opened(TenantKeys({ACME: WRONG}, None))
+    wrong, theirs = vault.opened(TenantKeys({ACME: WRONG}, None), clock)
     theirs.wipe()
-    for _ in range(3):
+    for _ in range(4):
         assert wrong.count_leading(_of(theirs, ACME)) == 6
         assert wrong.read(_of(theirs, ACME)) == 0
+    for first in (1, 2):
+        assert wrong.read(_of(theirs, ACME, first)) == 0
     assert wrong.count_leading(_of(theirs, ACME)) == 0
-    assert wrong.stats().num_damaged == 3
+    assert wrong.stats().num_damaged == 6
     assert len(vault.objects) == 6
     prompt.wipe()
     assert right.read(_of(prompt, ACME)) == 6
-    np.testing.assert_array_equal(prompt.segment, prompt.data)
+    clock.advance(61.0)
+    assert wrong.count_leading(_of(theirs, ACME)) == 6
+    assert wrong.read(_of(theirs, ACME)) == 0
+    assert wrong.count_leading(_of(theirs, ACME)) == 0
+    clock.advance(61.0)
+    vault.objects.clear()
+    wrong.write(_of(theirs, ACME))
+    assert wrong.read(_of(theirs, ACME)) == 6
+    assert wrong.count_leading(_of(theirs, ACME)) == 6
 
 
 def test_an_owner_without_a_key_stores_nothing(vault: Vault) -> None:
@@ -120,6 +137,33 @@ def test_files_without_good_keys_are_refused(tmp_path: Path, text: str, mode: in
     with pytest.raises(StorageRefusedError, match=message) as refused:
         read_keys(_file(tmp_path, text, mode))
     assert KEY.hex() not in str(refused.value)
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    """It is refused, and not waited for."""
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(StorageRefusedError, match="which is no file"):
+        read_keys(str(tmp_path / "pipe"))
+
+
+@pytest.mark.parametrize("keys_file", [5, True, b"x", ""])
+def test_what_is_no_path_is_refused(keys_file: Any) -> None:
+    """By the settings themselves, as any other value that cannot be."""
+    with pytest.raises(ConfigError, match="give the path of a file"):
+        StorageConfig(weights_id="w", folder="/f", capacity_bytes=2**20, keys_file=keys_file)
+
+
+def test_a_batch_has_its_own_tokens(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores that want token ids get those up to a batch's end, in batches of two blocks here."""
+    size = vault.space().object_bytes + ENCRYPTED_BYTES
+    monkeypatch.setattr(encrypted, "_STAGING_BYTES", 2 * size)
+    store, prompt = vault.opened(TenantKeys({ACME: KEY}, None))
+    given = list[Blocks]()
+    monkeypatch.setattr(store._store, "write", lambda blocks: given.append(blocks) or Written(len(blocks.hashes), 0))
+    store.write(_of(prompt, ACME))
+    tokens = [blocks.token_ids for blocks in given]
+    assert [len(each) for each in tokens if each is not None] == [8, 16, 24]
+    assert [list(blocks.hashes) for blocks in given] == [prompt.hashes[at : at + 2] for at in (0, 2, 4)]
 
 
 def test_keys_of_a_file(tmp_path: Path) -> None:
