@@ -320,6 +320,7 @@ class CacheModel:
             self.client.land_all()
 
     def land(self, error: str | None, num_tasks: int) -> None:
+        self.cache._movement.wiper._not_before = 0.0  # as if it were later than after a wipe that failed
         for _ in range(min(num_tasks, len(self.client.tasks))):
             self.client.land(error)
 
