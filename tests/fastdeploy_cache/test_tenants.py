@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache import CacheConfig, InsightConfig, PrefixCacheManager, Request
 from fastdeploy_cache.books.block_pool import REQUEST, BlockPool
 from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.books.id_table import new_id_table
@@ -203,6 +203,22 @@ def test_what_is_held_outlives_its_time() -> None:
         cache.release(request)
         clock.advance(10.0)
         assert cache.stats().gpu.num_cached == 4  # the last request holds it
+
+
+def test_what_a_tenant_retains_is_within_its_share() -> None:
+    """It keeps what it has cached; what then is beyond its share it cannot have, and others have their guarantee."""
+    greedy = TenantConfig(namespace="a", max_gpu_share=0.5)
+    other = TenantConfig(namespace="b", guaranteed_gpu_share=0.4)
+    with _cache(greedy, other, insight=InsightConfig(max_pinned_share=1.0)) as cache:
+        for first in range(2):
+            _serve(cache, "a", first, 4)
+            tokens = [first * 1000 + place for place in range(4 * SIZE)]
+            cache.sessions.retain(tokens, 60.0, namespace="a")
+        with pytest.raises(OutOfBlocksError):
+            _serve(cache, "a", 2, 4)
+        assert sum(pin.num_blocks for pin in cache.control.pins()) == 8
+        assert [_serve(cache, "b", 0, 7), _serve(cache, "b", 0, 7)] == [0, 7 * SIZE]
+        cache.check_invariants()
 
 
 def test_a_look_that_fails_is_followed_by_another() -> None:
