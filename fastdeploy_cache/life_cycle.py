@@ -308,7 +308,7 @@ class LifeCycle:
         with self._books:
             self._books.check_uniform("life.forget_namespace")
             num_requests = self._requests.forget_namespace(namespace)
-            dropped = forget_namespace(self._books, namespace)
+            num_gpu, num_cpu = forget_namespace(self._books, namespace)
             self._movement.mover.taint_forgotten()
             stored = self._storage.forget_namespace(namespace, deadline)
         stored.done.wait(clock.seconds_to(deadline))
@@ -322,8 +322,8 @@ class LifeCycle:
                     break
             clock.sleep(_WIPE_SECONDS)
         return ForgetReport(
-            num_gpu_blocks=dropped.num_blocks[GPU],
-            num_cpu_blocks=dropped.num_blocks[CPU],
+            num_gpu_blocks=num_gpu,
+            num_cpu_blocks=num_cpu,
             num_held_blocks=num_held,
             num_requests=num_requests,
             num_waiting_blocks=num_waiting,

@@ -29,7 +29,6 @@ FREE, RUN, REQUEST, TASK, CALLER, CHECKPOINT = Owner  # looking a member up in i
 
 
 _WORDS = {FREE: "free", RUN: "cached", REQUEST: "a request's", TASK: "being copied into", CALLER: "a caller's own"}
-_TAINTED, _STALE = 1, 2  # marks of blocks
 _WORDS[CHECKPOINT] = "a checkpoint's"
 
 
@@ -143,14 +142,12 @@ class BlockPool:
     def taint(self, ids: Ids) -> None:
         """Nobody else may see what these hold, none of which is free: when they are freed they are a task's, in
         `soiled`, and free when that frees them once more."""
-        self._mark(np.frombuffer(ids, np.int32), _TAINTED)
+        self._mark(np.frombuffer(ids, np.int32))
 
     def note_stale(self) -> None:
         """The same of all that no run has now: what they hold of before, nobody knows. Free ones are given out
         meanwhile, since nothing reads a block before it is written; and one that a run has is written whole."""
-        unclaimed = np.flatnonzero(np.frombuffer(self._table.owners, np.uint8) != RUN)
-        marks = self._view()[unclaimed]
-        self._mark(unclaimed[marks == 0], _STALE)
+        self._mark(np.flatnonzero(np.frombuffer(self._table.owners, np.uint8) != RUN))
         self.has_stale = True
 
     def _view(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -158,10 +155,10 @@ class BlockPool:
             self._marks = bytearray(self.num_blocks)
         return np.frombuffer(self._marks, np.uint8)
 
-    def _mark(self, ids: np.ndarray[Any, Any], mark: int) -> None:
+    def _mark(self, ids: np.ndarray[Any, Any]) -> None:
         view = self._view()
         self._num_marked += int(np.count_nonzero(view[ids] == 0))
-        view[ids] = mark
+        view[ids] = 1
 
     def _unmark(self, ids: Iterable[int]) -> None:
         for block_id in ids:
@@ -227,17 +224,18 @@ class BlockPool:
         try:
             for block_id in ids:
                 num_readers = self._num_readers.get(block_id, 0)
-                self._one[0], is_tainted = block_id, self._num_marked > 0 and self._marks[block_id] > 0
-                taker = TASK if num_readers or is_tainted else FREE
-                if is_tainted and not num_readers:
+                self._one[0] = block_id
+                is_soiled = not num_readers and self._num_marked > 0 and self._marks[block_id] > 0
+                if is_soiled:
                     self.soiled.append(block_id)  # first: it may need memory
+                taker = TASK if num_readers or is_soiled else FREE
                 if num_readers < 0 or not self._table.move(self._one, giver, taker):
-                    if is_tainted and not num_readers:
+                    if is_soiled:
                         self.soiled.pop()
                     self._refuse(self._one, giver)
-                if is_tainted and not num_readers:
+                if is_soiled:
                     self._note_soiled(block_id)
-                if num_readers:
+                elif num_readers:
                     self._num_readers[block_id] = -num_readers
                     self._num_read_of[giver] -= 1
                     self._num_read_of[TASK] += 1

@@ -4,7 +4,6 @@ lock."""
 from __future__ import annotations
 
 from array import array
-from typing import Final, NamedTuple
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import NamespaceForgotten
@@ -13,19 +12,11 @@ from fastdeploy_cache.books.graves import AT_ONCE
 from fastdeploy_cache.books.residency import FORGOTTEN, Residency
 from fastdeploy_cache.books.run import TIERS, Run
 
-_NOTHING: Final = (0, 0)
 
-
-class Dropped(NamedTuple):
-    """Blocks by Tier: those that were cached, and those of them that somebody holds yet."""
-
-    num_blocks: tuple[int, int]
-    num_held: tuple[int, int]
-
-
-def forget_namespace(books: Books, namespace: str) -> Dropped:
+def forget_namespace(books: Books, namespace: str) -> tuple[int, int]:
     """Take the namespace's tree out of reach, all at once: half a microsecond for each block. What nobody holds is
-    removed in the turns that follow, as after a reset, and the rest when it is let go.
+    removed in the turns that follow, as after a reset, and the rest when it is let go. Returns the blocks that were
+    cached, by Tier.
 
     All of it is marked in this turn. Between two turns an eviction could otherwise give a block of it to somebody else,
     with the bytes that it has.
@@ -42,21 +33,20 @@ def forget_namespace(books: Books, namespace: str) -> Dropped:
     if not tree.graves.are_empty:  # a reset has forgotten some of it already, and not removed it yet
         runs += [run for run in tree.runs() if 0 <= run.epoch != tree.epoch and run.root().namespace == namespace]
     if not runs:
-        return Dropped(_NOTHING, _NOTHING)
+        return 0, 0
     for tier in TIERS:  # all that needs memory; then what happens, happens whole
         tree.pools[tier].taint(array("i", b"".join([run.packed_ids(tier) for run in runs])))
     if root is not None:
         tree.roots.pop(namespace)
         root.epoch = FORGOTTEN
         tree.graves.add_forgotten({namespace: root})
-    num_blocks, num_held = [0, 0], [0, 0]
+    num_blocks = [0, 0]
     for run in reversed(runs):  # children first
         _hide(tree.residency, run)
         for tier in TIERS:
             num_blocks[tier] += run.num_in(tier, run.num_blocks)
-            num_held[tier] += run.num_in(tier, run.num_held)
     tree.mishaps.contain("settling", lambda: tree.graves.clear(AT_ONCE))
-    return Dropped((num_blocks[0], num_blocks[1]), (num_held[0], num_held[1]))
+    return num_blocks[0], num_blocks[1]
 
 
 def _hide(residency: Residency, run: Run) -> None:

@@ -51,7 +51,8 @@ class Graves:
     def _frees_nothing(self) -> bool:
         """Whether all that is left to remove has to be wiped before it is free."""
         run, below = self.open[-1]
-        return (run or next(iter(below.values()))).epoch < 0 if run is not None or below else False
+        first = run if run is not None else next(iter(below.values()), None)
+        return first is not None and first.epoch < 0
 
     def is_open(self, run: Run) -> bool:
         """Whether this one is being looked through: it goes behind what was below it."""

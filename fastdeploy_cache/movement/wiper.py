@@ -23,9 +23,6 @@ class Wiper:
 
     While ranks are down, or the cache is paused, the blocks wait: nobody gets them. The ranks are asked again when a
     task has ended, and after a while. Under the lock, but for `stop`.
-
-    Attributes:
-        num_wiped: blocks, since the start.
     """
 
     def __init__(self, books: Books, mover: BlockMover) -> None:
@@ -33,7 +30,6 @@ class Wiper:
         self._is_noted = False
         self._num_wiping, self._not_before = 0, 0.0
         self._alarm: Alarm | None = None
-        self.num_wiped = 0
         for pool in books.pools:
             pool.on_soiled = self._note
         books.listen(Soiled, self._begin)
@@ -110,7 +106,6 @@ class Wiper:
         self._num_wiping -= len(ids)
         if succeeded:
             pool.free(ids, TASK)
-            self.num_wiped += len(ids)
         else:
             pool.soiled.extend(ids)
             self._not_before = self._books.clock.now() + _AGAIN_SECONDS  # not at once: it may fail at once

@@ -222,7 +222,7 @@ class StorageAccess:
             tier.reads.stop(namespace)
         if isinstance(self._tier, NoTier):
             had_one = self._had_one or self._given is not None
-            return StorageForget(namespace, self._books.clock.event(), _NOT_ATTACHED if had_one else "").ended()
+            return StorageForget(namespace, self._books.clock.event()).end(_NOT_ATTACHED if had_one else "")
         return self._tier.forgets.start(namespace, deadline)
 
     def is_forgetting(self, namespace: str) -> bool:

@@ -10,13 +10,12 @@ from fastdeploy_cache.ipc.clock import Event
 class StorageForget:
     """One such question. `why_not` says, once it is `done`, why not all has been removed; "" where it has."""
 
-    def __init__(self, namespace: str, done: Event, why_not: str = "") -> None:
-        self.namespace, self.done, self.why_not = namespace, done, why_not
-        self.num_objects = 0
-        if why_not:
-            done.set()
+    def __init__(self, namespace: str, done: Event) -> None:
+        self.namespace, self.done = namespace, done
+        self.num_objects, self.why_not = 0, ""
 
-    def ended(self) -> Self:
-        """Itself: there is nothing to wait for."""
+    def end(self, why_not: str = "") -> Self:
+        """There is nothing to wait for any more. Returns itself."""
+        self.why_not = why_not
         self.done.set()
         return self

@@ -33,12 +33,11 @@ class StorageForgets:
     def start(self, namespace: str, deadline: float) -> StorageForget:
         """Ask each rank's store; by the lane of writes, so behind all that were begun. To overwrite
         files may take until `deadline`."""
-        done = self._books.clock.event()
+        forget = StorageForget(namespace, self._books.clock.event())
         if not namespace:
-            return StorageForget(namespace, done, _NO_MARK)
+            return forget.end(_NO_MARK)
         if not self._link.can(TaskKind.FORGET):
-            return StorageForget(namespace, done, "the store cannot be asked now; forget the namespace again later")
-        forget = StorageForget(namespace, done)
+            return forget.end("the store cannot be asked now; forget the namespace again later")
         task = self._link.new_task(TaskKind.FORGET, b"", owner=owner_mark(namespace), deadline=deadline)
         self._link.outbox.put(task, self._asked, forget)
         return forget
@@ -51,6 +50,4 @@ class StorageForgets:
         """Every rank has answered, or is reaped."""
         forget = self._asked.pop(result.task.task_id)
         forget.num_objects = sum([rank.num_blocks for rank in result.ranks])
-        if result.error is not None:
-            forget.why_not = f"{result.error}; forget the namespace again"
-        forget.done.set()
+        forget.end(f"{result.error}; forget the namespace again" if result.error is not None else "")

@@ -148,7 +148,7 @@ def forget(cache: RunningCache, namespace: Annotated[str, typer.Argument(help="O
 
     found = cache.look("forget", namespace=namespace)
     cache.show(found, lambda: forget_lines(found))
-    return SOMETHING_IS_WRONG if found["left"] or found["num_waiting_blocks"] else 0
+    return SOMETHING_IS_WRONG if found["left"] else 0
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache pins")

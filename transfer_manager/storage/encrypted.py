@@ -103,7 +103,7 @@ class EncryptedStorage:
 
     def _may_read(self, owner: bytes) -> bool:
         wrong = self._wrong_by_owner.get(owner)
-        return self._keys.of(owner) is not None and (wrong is None or self._clock.now() >= wrong.quiet_until)
+        return self._keys.has(owner) and (wrong is None or self._clock.now() >= wrong.quiet_until)
 
     def read(self, blocks: Blocks) -> int:
         """See `Storage`."""

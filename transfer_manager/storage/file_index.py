@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 
 from fastdeploy_cache.transfer_manager.storage.file_journal import Put
-from fastdeploy_cache.transfer_manager.storage.keys import owned
+from fastdeploy_cache.transfer_manager.storage.keys import is_owned
 
 
 class Index:
@@ -115,7 +115,7 @@ class Index:
     def owned_by(self, owner: bytes) -> list[Put]:
         """The objects that have this mark in their names."""
         with self._lock:
-            return [put for put in self._entries.values() if owned(put.block_hash, owner) == put.block_hash]
+            return [put for put in self._entries.values() if is_owned(put.block_hash, owner)]
 
     def drop(self, puts: Iterable[Put]) -> int:
         """Forget objects that proved bad, unless they have gone or been written anew meanwhile."""

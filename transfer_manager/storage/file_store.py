@@ -38,7 +38,7 @@ from fastdeploy_cache.transfer_manager.storage.file_space import (
     other_weights,
     remove_space,
 )
-from fastdeploy_cache.transfer_manager.storage.keys import KeySpace, is_page, owned
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace, is_owned, is_page
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ class FileStorage:
             for path, _ in find_spaces(self._disk, self._folder):
                 replay = read_journal(self._disk, path / JOURNAL_NAME) if path != self._path else None
                 puts = puts_of(replay.live) if replay else []
-                num_there = sum(owned(put.block_hash, owner) == put.block_hash for put in puts)
+                num_there = sum(is_owned(put.block_hash, owner) for put in puts)
                 if num_there and remove_space(self._disk, path):
                     num_removed += num_there
         return num_removed

@@ -122,6 +122,11 @@ def owned(name: bytes, owner: bytes) -> bytes:
     return name[:MARK_AT] + owner + name[MARK_AT + MARK_BYTES :] if owner else name
 
 
+def is_owned(name: bytes, owner: bytes) -> bool:
+    """Whether a name has somebody's mark."""
+    return name[MARK_AT : MARK_AT + MARK_BYTES] == owner
+
+
 def page_names(block_hash: bytes, num_pages: int) -> list[bytes]:
     """The names of a checkpoint's pages in their order, 32 bytes each. They are counted from the end: the last page has
     the same name whatever their number is, so a look-up can ask for it alone."""

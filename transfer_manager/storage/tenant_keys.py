@@ -23,6 +23,10 @@ class TenantKeys:
         """`master`: from which that of an owner with no key of its own is derived; None: it has none."""
         self._keys, self._master = {PROBE_OWNER: SYSTEM_CLOCK.random_bytes(32), **keys}, master
 
+    def has(self, owner: bytes) -> bool:
+        """Whether an owner has a key; none is derived for that."""
+        return owner in self._keys or self._master is not None
+
     def of(self, owner: bytes) -> bytes | None:
         """The key of an owner; None: it has none, and nothing of it may be stored."""
         if owner in self._keys or self._master is None:

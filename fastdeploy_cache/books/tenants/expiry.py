@@ -25,16 +25,12 @@ class Expiry:
     Nothing goes before its time, and everything has gone an eighth of it later, or 0.1 s, whichever is more; but for
     what is held, which goes with a look after that. All of a run's blocks have the last use of the run, and what is
     beneath a run was not used later than it.
-
-    Attributes:
-        num_dropped: runs, since the start.
     """
 
     def __init__(self, books: Books, keep_seconds: Mapping[str, float]) -> None:
         """`keep_seconds`: by namespace."""
         self._books, self._keep_seconds = books, keep_seconds
         self._alarm: Alarm | None = None
-        self.num_dropped = 0
 
     def start(self) -> None:
         """Look from now on, again and again. Raises `RuntimeError` where no thread can be started."""
@@ -88,7 +84,6 @@ class Expiry:
                     looks += _below(run)
             elif not run.num_held and last_use(run) <= before:
                 tree.residency.truncate(run, 0, Loss.EXPIRED)
-                self.num_dropped += 1
 
 
 def _below(run: Run) -> list[_Look]:
