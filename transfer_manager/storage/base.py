@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
 
-from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.errors import StorageError
+from fastdeploy_cache.transfer_manager.storage.keys import MARK_BYTES, KeySpace
 
 Segment = np.ndarray[Any, np.dtype[np.uint8]]  # a rank's CPU blocks: [num_blocks, object_bytes]
 SEAL_BYTES = 8
@@ -130,3 +131,16 @@ def new_seal(block_hash: bytes) -> xxhash.xxh3_64:
 
 def _seed(block_hash: bytes) -> int:
     return int.from_bytes(block_hash[:8], "little")
+
+
+def find_each(store: Storage, names: Sequence[bytes]) -> Iterable[bool]:
+    """Which of these a store has, one at a time where it has no `find`."""
+    find: Callable[[Sequence[bytes]], Iterable[bool]] | None = getattr(store, "find", None)
+    return find(names) if find is not None else (store.count_leading(Blocks(hashes=[name])) == 1 for name in names)
+
+
+def remove_owned(store: Storage, weights_id: str, owner: bytes) -> int:
+    """See `Storage.remove_owned`. Raises `StorageError` for a store that has none."""
+    if not hasattr(store, "remove_owned") or len(owner) != MARK_BYTES:
+        raise StorageError("this store has no `remove_owned`: what it has of a namespace stays")
+    return store.remove_owned(weights_id, owner)

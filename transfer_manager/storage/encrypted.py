@@ -5,16 +5,23 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from fastdeploy_cache.errors import StorageError, StorageRefusedError
+from fastdeploy_cache.errors import StorageRefusedError
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 from fastdeploy_cache.transfer_manager.storage import open_storage
-from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, StorageStats, Written
+from fastdeploy_cache.transfer_manager.storage.base import (
+    Blocks,
+    Segment,
+    StorageStats,
+    Written,
+    find_each,
+    remove_owned,
+)
 from fastdeploy_cache.transfer_manager.storage.config import ENCRYPTED_BYTES
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 from fastdeploy_cache.transfer_manager.storage.tenant_keys import TenantKeys, read_keys
@@ -96,10 +103,7 @@ class EncryptedStorage:
 
     def find(self, hashes: Sequence[bytes]) -> Sequence[bool]:
         """See `Storage`."""
-        find: Callable[[Sequence[bytes]], Sequence[bool]] | None = getattr(self._store, "find", None)
-        if find is not None:
-            return find(hashes)
-        return [self._store.count_leading(Blocks(hashes=[name])) == 1 for name in hashes]
+        return list(find_each(self._store, hashes))
 
     def _may_read(self, owner: bytes) -> bool:
         wrong = self._wrong_by_owner.get(owner)
@@ -181,9 +185,7 @@ class EncryptedStorage:
 
     def remove_owned(self, weights_id: str, owner: bytes) -> int:
         """See `Storage`."""
-        if not hasattr(self._store, "remove_owned"):
-            raise StorageError("this store has no `remove_owned`: what it has of a namespace stays")
-        return self._store.remove_owned(weights_id, owner)
+        return remove_owned(self._store, weights_id, owner)
 
     def clear(self, weights_id: str) -> int:
         """See `Storage`."""

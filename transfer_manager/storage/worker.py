@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -22,10 +21,9 @@ from fastdeploy_cache.transfer_manager.process.lane_task import Moved
 from fastdeploy_cache.transfer_manager.process.lanes import LaneServer
 from fastdeploy_cache.transfer_manager.process.main import serve_process
 from fastdeploy_cache.transfer_manager.storage import open_storage
-from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, Storage
+from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, Storage, find_each, remove_owned
 from fastdeploy_cache.transfer_manager.storage.keys import (
     BARE_STOP,
-    MARK_BYTES,
     NO_STOP,
     PROBE_OWNER,
     is_page,
@@ -103,7 +101,7 @@ class StorageExecutor:
                 moved = Moved(0, store.clear(self._weights_id))
         elif kind is TaskKind.FORGET:
             with self._one_writer:
-                moved = Moved(0, self._forget(task.owner))
+                moved = Moved(0, remove_owned(store, self._weights_id, task.owner))
         elif kind is TaskKind.PROBE:
             moved = self._probe(task)
         else:
@@ -122,20 +120,8 @@ class StorageExecutor:
         bare = next((end for end in stops if task.detail[end - 1] == BARE_STOP), 0)
         asked = [end for end in stops if end > bare]
         hashes = [task.hashes[(end - 1) * _HASH_BYTES : end * _HASH_BYTES] for end in asked]
-        there = self._find([owned(page_names(block_hash, 1)[0], task.owner) for block_hash in hashes])
+        there = find_each(self._store, [owned(page_names(block_hash, 1)[0], task.owner) for block_hash in hashes])
         return next((end for end, is_there in zip(asked, there, strict=True) if is_there), bare)
-
-    def _find(self, names: Sequence[bytes]) -> Iterable[bool]:
-        find: Callable[[Sequence[bytes]], Sequence[bool]] | None = getattr(self._store, "find", None)
-        if find is not None:
-            return find(names)
-        return (self._store.count_leading(Blocks(hashes=[name])) == 1 for name in names)
-
-    def _forget(self, owner: bytes) -> int:
-        """Remove all objects of an owner; how many there were."""
-        if not hasattr(self._store, "remove_owned") or len(owner) != MARK_BYTES:
-            raise StorageError("this store has no `remove_owned`: what it has of a namespace stays")
-        return self._store.remove_owned(self._weights_id, owner)
 
     def _blocks(self, task: TransferTask, ids: Int32Array | None = None) -> Blocks:
         starts = range(0, len(task.hashes), _HASH_BYTES)
