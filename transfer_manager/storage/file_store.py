@@ -256,8 +256,7 @@ class FileStorage:
             num_removed = len(puts)
             for path, _ in find_spaces(self._disk, self._folder):
                 replay = read_journal(self._disk, path / JOURNAL_NAME) if path != self._path else None
-                puts = puts_of(replay.live) if replay else []
-                num_there = sum(is_owned(put.block_hash, owner) for put in puts)
+                num_there = sum(is_owned(put.block_hash, owner) for put in (puts_of(replay.live) if replay else ()))
                 if num_there and remove_space(self._disk, path):
                     num_removed += num_there
         return num_removed

@@ -22,14 +22,7 @@ from fastdeploy_cache.transfer_manager.process.lanes import LaneServer
 from fastdeploy_cache.transfer_manager.process.main import serve_process
 from fastdeploy_cache.transfer_manager.storage import open_storage
 from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, Storage, find_each, remove_owned
-from fastdeploy_cache.transfer_manager.storage.keys import (
-    BARE_STOP,
-    NO_STOP,
-    PROBE_OWNER,
-    is_page,
-    owned,
-    page_names,
-)
+from fastdeploy_cache.transfer_manager.storage.keys import BARE_STOP, NO_STOP, PROBE_OWNER, is_page, owned, page_names
 from fastdeploy_cache.transfer_manager.storage.setup import StorageSetup, StoreReport
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 
