@@ -132,6 +132,8 @@ class TenantStats:
     @classmethod
     def all_of(cls, shares: Shares | None) -> tuple[TenantStats, ...]:
         """Read the books of each, in the order of the tables; none where there are no tenants."""
+        if shares is None:
+            return ()
         return tuple(
             cls(
                 namespace=namespace,
@@ -140,8 +142,7 @@ class TenantStats:
                 num_guaranteed=shares.shares[tenant].num_guaranteed,
                 num_most=shares.shares[tenant].num_most,
             )
-            for namespace, tenant in (shares.numbers.items() if shares is not None else ())
-            if shares is not None
+            for namespace, tenant in shares.numbers.items()
         )
 
     def by_tier(self) -> dict[str, dict[str, int]]:

@@ -156,14 +156,6 @@ class Residency:
         if run.epoch == FORGOTTEN:
             self.num_doomed[tier] -= change
 
-    def _count_held_copies(self, run: Run, before: int, held: int, num_gpu_more: int) -> None:
-        start, end = run.cpu_start, run.cpu_start + len(run.cpu) // ID_BYTES
-        self.count_held(run, CPU, max(0, min(held, end) - start) - max(0, min(before, end) - start))
-        if self.shares is not None:
-            self.shares.held(run, GPU, num_gpu_more)
-        if run.epoch == FORGOTTEN:
-            self.num_doomed[0] -= num_gpu_more
-
     def hold(self, run: Run) -> None:
         """Count anew what of a run is held, after its pins or its children's have changed, and so on upwards."""
         while True:
@@ -182,9 +174,11 @@ class Residency:
             assert parent is not None
             # as in `evicting.evict_tail`, a call of min() would cost more than all the rest
             more = (held if held < num_gpu else num_gpu) - (before if before < num_gpu else num_gpu)  # noqa: FURB136
-            self.num_protected[0] += more
             if run.cpu or self.shares is not None or run.epoch == FORGOTTEN:
-                self._count_held_copies(run, before, held, more)
+                self.count_held(run, GPU, more)
+                self.count_held(run, CPU, run.num_in(CPU, held) - run.num_in(CPU, before))
+            else:
+                self.num_protected[0] += more
             run.num_held = held
             if held < before:
                 self._let_go(run)

@@ -20,7 +20,7 @@ from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
 from fastdeploy_cache.books.transfer import Cargo, Segment, Transfer
 from fastdeploy_cache.ipc.codec import Int32Array
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.movement.cargo import CallersBlocks, Landings, OneBlock
+from fastdeploy_cache.movement.cargo import CallersBlocks, Landings, OneBlock, WipedBlocks
 from fastdeploy_cache.movement.outbox import InFlight, Outbox
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
@@ -151,7 +151,7 @@ class BlockMover:
         """Start overwriting blocks of a tier, which are the task's, with zeros. `give` gives them away when all ranks
         have answered; where this raises they stay the caller's."""
         transfer, nothing = self.new_transfer(tier), array("i")
-        transfer.cargo = CallersBlocks(self._books, ids, (), give, are_freed=tier is GPU)
+        transfer.cargo = WipedBlocks(tier, ids, give)
         of_cpu, of_gpu = (ids, nothing) if tier is CPU else (nothing, ids)
         self._send(transfer, self._new_task(transfer, TaskKind.WIPE, of_cpu, of_gpu))
 
@@ -324,7 +324,7 @@ class BlockMover:
             held.update((upper, upper.num_blocks) for upper in above)
             held[run] = max(held.get(run, 0), pin.end)
         in_flight = [t.cargo for t in self.in_flight.values() if t.cargo is not None and not t.done.is_set()]
-        cargoes = [cargo for cargo in in_flight if not isinstance(cargo, CallersBlocks) or cargo.are_freed]
+        cargoes = [cargo for cargo in in_flight if not isinstance(cargo, CallersBlocks)]
         copied = {run for cargo in cargoes for pin in cargo.pins for run in pin.run.path()}
         num_coming = sum(run.num_in(GPU, run.num_held) - run.num_in(GPU, held.get(run, 0)) for run in copied)
         num_coming += len(self._books.pools[GPU].soiled) + self._books.residency.num_doomed[GPU]

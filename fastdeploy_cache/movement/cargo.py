@@ -9,7 +9,7 @@ from fastdeploy_cache.books.arrivals import land
 from fastdeploy_cache.books.block_pool import REQUEST, TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Copied
-from fastdeploy_cache.books.run import CPU, GPU, Pin, Run
+from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
 from fastdeploy_cache.books.transfer import Transfer
 
 
@@ -96,6 +96,25 @@ class OneBlock:
         self.ids = ()
 
 
+class WipedBlocks:
+    """Blocks of a tier that are overwritten."""
+
+    pins: Sequence[Pin] = ()
+
+    def __init__(self, tier: Tier, ids: array[int], give: Callable[[bool], None]) -> None:
+        """`give` gives the ids away when all ranks have answered, well or not."""
+        self._tier, self._give = tier, give
+        self.ids: Sequence[int] = ids
+
+    def num_freed(self, held: dict[Run, int]) -> int:  # noqa: ARG002 (see `Cargo`)
+        return len(self.ids) if self._tier is GPU else 0
+
+    def end(self, succeeded: bool) -> None:
+        """They are free, or to be wiped once more."""
+        self._give(succeeded)
+        self.ids = ()
+
+
 class CallersBlocks:
     """Blocks on their way from or into blocks of a caller, or into the CPU tier on its behalf."""
 
@@ -106,20 +125,16 @@ class CallersBlocks:
         pins: Sequence[Pin],
         give: Callable[[bool], None],
         units: Sequence[array[int]] = (),
-        *,
-        are_freed: bool = False,
     ) -> None:
         """`ids`: in the transfer's tier, the task's until it has ended; and so are `units`, by row, where it fills any.
-        `pins`: on what it reads, or continues. `give` gives them away when all ranks have answered, well or not.
-        `are_freed`: they are GPU blocks, and free then."""
-        self.are_freed = are_freed
+        `pins`: on what it reads, or continues. `give` gives them away when all ranks have answered, well or not."""
         self._books, self._give = books, give
         self.ids: array[int] = ids
         self.units = units
         self.pins: list[Pin] = list(pins)
 
     def num_freed(self, held: dict[Run, int]) -> int:  # noqa: ARG002 (see `Cargo`)
-        return len(self.ids) if self.are_freed else 0
+        return 0
 
     def end(self, succeeded: bool) -> None:
         try:

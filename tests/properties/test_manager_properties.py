@@ -194,10 +194,7 @@ def _walk_on(model: CacheModel, choose: random.Random, action: str, live: LiveRe
         if model.run_ahead(live, choose.randint(0, 3)) and choose.random() < 0.5:
             model.client.land_all()
     elif action == "compute":
-        live.request.append_output([choose.randint(0, 4) for _ in range(choose.randint(0, 4))])
-        limit = model.computable(live)
-        if live in model.live and limit >= live.num_computed:
-            model.compute(live, choose.randint(live.num_computed, limit))
+        model.compute_some(live, choose)
     else:
         model.release(live)
 

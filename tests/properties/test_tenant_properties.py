@@ -87,10 +87,7 @@ def _walk_on(model: CacheModel, choose: random.Random, live: LiveRequest) -> Non
     if how < 0.3:
         model.allocate(live, choose.randint(0, 6))
     elif how < 0.6:
-        live.request.append_output([choose.randint(0, 4) for _ in range(choose.randint(0, 4))])
-        limit = model.computable(live)
-        if live in model.live and limit >= live.num_computed:
-            model.compute(live, choose.randint(live.num_computed, limit))
+        model.compute_some(live, choose)
     elif how < 0.7:
         model.run_ahead(live, choose.randint(0, 3))
     else:

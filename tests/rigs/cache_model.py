@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -241,6 +242,13 @@ class CacheModel:
             assert not set(new) & set(other.table or ()), "a block given to two requests"
         table += new
         return True
+
+    def compute_some(self, live: LiveRequest, choose: random.Random) -> None:
+        """A few tokens of output, and as much of it all as can be computed, or less."""
+        live.request.append_output([choose.randint(0, 4) for _ in range(choose.randint(0, 4))])
+        limit = self.computable(live)
+        if live in self.live and limit >= live.num_computed:
+            self.compute(live, choose.randint(live.num_computed, limit))
 
     def compute(self, live: LiveRequest, upto: int) -> None:
         table = self.settle(live)
