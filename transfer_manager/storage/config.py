@@ -13,7 +13,8 @@ from fastdeploy_cache.transfer_manager.settings import check_integers, names_che
 STORES = ("file", "mooncake", "valkey")
 ADMISSIONS = ("second_use", "all", "priority")
 PAGE_BYTES = 4096
-ENCRYPTED_BYTES = 12 + 16  # that an object is longer when it is encrypted: a nonce, and a tag
+NONCE_BYTES = 12
+ENCRYPTED_BYTES = NONCE_BYTES + 16  # that an object is longer when it is encrypted: by the nonce, and a tag
 _MAX_IO_THREADS = 256
 _MIN_SLABS = 8
 _OF_STORE = {

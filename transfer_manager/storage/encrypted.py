@@ -22,13 +22,12 @@ from fastdeploy_cache.transfer_manager.storage.base import (
     find_each,
     remove_owned,
 )
-from fastdeploy_cache.transfer_manager.storage.config import ENCRYPTED_BYTES
+from fastdeploy_cache.transfer_manager.storage.config import ENCRYPTED_BYTES, NONCE_BYTES
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 from fastdeploy_cache.transfer_manager.storage.tenant_keys import TenantKeys, read_keys
 
 logger = logging.getLogger(__name__)
 
-NONCE_BYTES: Final = 12
 _STAGING_BYTES: Final = 16 * 2**20  # of each direction, at most
 _MOST_WRONG: Final = 3  # objects of an owner that its key does not open, and none that it does: then none is asked for
 _QUIET_SECONDS: Final = 60.0  # and then tried again: a key may be right for what comes later
