@@ -30,6 +30,7 @@ FREE, RUN, REQUEST, TASK, CALLER, CHECKPOINT = Owner  # looking a member up in i
 
 _WORDS = {FREE: "free", RUN: "cached", REQUEST: "a request's", TASK: "being copied into", CALLER: "a caller's own"}
 _WORDS[CHECKPOINT] = "a checkpoint's"
+_MARKED, _SOILED = 1, 2  # a block that is to be wiped when it is freed, and one that is freed and waits for that
 
 
 class BlockPool:
@@ -47,9 +48,11 @@ class BlockPool:
         self.num_read = 0  # blocks that are being read and, if freed now, would not be free
         self._num_read_of = [0 for _ in Owner]  # how many of these each owner has
         self._one = array("i", [0])  # a block that goes home
-        # Whose bytes nobody else may see: freed, they are a task's, to be wiped. A byte for each, once there are any
-        self._marks, self._num_marked = bytearray(), 0
-        self.soiled = array("i")  # these, until somebody takes them to be wiped
+        # Whose bytes nobody else may see: freed, they are a task's, to be wiped. A byte for each, once there are any;
+        # no list of what waits, since to free a block needs no memory
+        self._marks = bytearray()
+        self.num_marked = 0  # also stale ones that are free, but none that is soiled
+        self.num_soiled = 0  # freed ones, until somebody takes them to be wiped
         self.has_stale = False  # some of those that were free may be so yet
         self.on_soiled: Callable[[], object] | None = None  # called when there are more
 
@@ -67,15 +70,15 @@ class BlockPool:
 
     def check(self, ids: Ids, owner: Owner) -> None:
         """Raise `BlockOwnerError` for the first of `ids` that is not of `owner`, is there twice, or was given back."""
-        readers = self._num_readers
-        if not self._table.move(ids, owner, owner) or (readers and any(readers.get(i, 0) < 0 for i in ids)):
+        is_any_back = (self._num_readers or self.num_soiled) and any(map(self._is_back, ids))
+        if is_any_back or not self._table.move(ids, owner, owner):
             self._refuse(ids, owner)
 
     def hand_over(self, ids: array[int], giver: Owner, taker: Owner) -> None:
         """Change the owner of `ids`, none of them free; all of them or, on `BlockOwnerError`, none."""
         if not self._table.move(ids, giver, taker):
             self._refuse(ids, giver)
-        if self._num_marked and taker is RUN:
+        if self.num_marked and taker is RUN:
             self._unmark(ids)
         if self._num_readers:
             num_read = sum(map(self._num_readers.__contains__, ids))
@@ -95,7 +98,8 @@ class BlockPool:
     @property
     def deferred_ids(self) -> list[int]:
         """Blocks that were freed, and are still being read or wait to be wiped."""
-        return [*(block_id for block_id, num_readers in self._num_readers.items() if num_readers < 0), *self.soiled]
+        soiled = [block_id for block_id, mark in enumerate(self._marks) if mark == _SOILED]
+        return [*(block_id for block_id, num_readers in self._num_readers.items() if num_readers < 0), *soiled]
 
     def begin_reading(self, ids: array[int]) -> None:
         """Something slow reads these: their owner may free them any time, but they are given out only after
@@ -122,11 +126,10 @@ class BlockPool:
                 continue
             del self._num_readers[block_id]
             self._num_read_of[self._table.owners[block_id]] -= 1
-            if num_readers < 0 and self._num_marked and self._marks[block_id]:
-                self.soiled.append(block_id)
-                self._note_soiled(block_id)
+            self._one[0] = block_id
+            if num_readers < 0 and self.num_marked and self._marks[block_id]:
+                self._soil_one()
             elif num_readers < 0:
-                self._one[0] = block_id
                 self._table.move(self._one, TASK, FREE)
             else:
                 self.num_read -= 1
@@ -140,8 +143,8 @@ class BlockPool:
     # -- ending
 
     def taint(self, ids: Ids) -> None:
-        """Nobody else may see what these hold, none of which is free: when they are freed they are a task's, in
-        `soiled`, and free when that frees them once more."""
+        """Nobody else may see what these hold, none of which is free: when they are freed they are a task's, for
+        `take_soiled`, and free when that frees them once more."""
         self._mark(np.frombuffer(ids, np.int32))
 
     def note_stale(self) -> None:
@@ -157,14 +160,15 @@ class BlockPool:
 
     def _mark(self, ids: np.ndarray[Any, Any]) -> None:
         view = self._view()
-        self._num_marked += int(np.count_nonzero(view[ids] == 0))
-        view[ids] = 1
+        clean = ids[view[ids] == 0]
+        view[clean] = _MARKED
+        self.num_marked += len(clean)
 
     def _unmark(self, ids: Iterable[int]) -> None:
         for block_id in ids:
             if self._marks[block_id]:
                 self._marks[block_id] = 0
-                self._num_marked -= 1
+                self.num_marked -= 1
 
     def _stale_free(self) -> np.ndarray[Any, Any]:
         owners = np.frombuffer(self._table.owners, np.uint8)
@@ -176,41 +180,54 @@ class BlockPool:
         return len(self._stale_free()) if self.has_stale else 0
 
     @property
-    def num_marked(self) -> int:
-        """How many are marked by now: also stale ones that are free, but none that is soiled."""
-        return self._num_marked
-
-    @property
     def num_read_out(self) -> int:
-        """How many of these were freed, and are still being read."""
+        """How many of the marked ones were freed, and are still being read."""
         marks, readers = self._marks, self._num_readers.items()
         return sum(num_readers < 0 and marks[block_id] > 0 for block_id, num_readers in readers) if marks else 0
 
     def soil_stale(self, at_most: int) -> None:
-        """Take up to so many of these to be wiped; a walk over the pool."""
+        """Have up to so many of the stale ones that are free wait to be wiped; a walk over the pool."""
         found = self._stale_free()
         ids = array("i", found[:at_most].tolist())
-        self.soiled.extend(ids)
         self._table.move(ids, FREE, TASK)
         self.num_free = self._table.num_free
         self._unmark(ids)
+        self.soil(ids)
         self.has_stale = len(found) > at_most  # none comes back: what is freed of them is soiled
 
-    def _note_soiled(self, block_id: int) -> None:
-        self._marks[block_id] = 0
-        self._num_marked -= 1
+    def soil(self, ids: Iterable[int]) -> None:
+        """These, a task's, wait to be wiped, or to be wiped once more. Needs no memory."""
+        for block_id in ids:
+            self.num_marked -= self._marks[block_id] == _MARKED
+            self._marks[block_id] = _SOILED
+            self.num_soiled += 1
+
+    def take_soiled(self) -> array[int]:
+        """What waits is the caller's to wipe, and to free as a task's; a walk over the pool."""
+        view = self._view()
+        is_soiled = view == _SOILED
+        ids = array("i", np.flatnonzero(is_soiled).tolist())
+        view[is_soiled] = 0
+        self.num_soiled = 0
+        return ids
+
+    def _soil_one(self) -> None:
+        self.soil(self._one)
         if self.on_soiled is not None:
             self.on_soiled()
 
-    def _is_clean(self, ids: Ids) -> bool:
-        """Whether all of these can be free as they are."""
-        marks = self._marks
-        return not any(marks[block_id] for block_id in ids)
+    def _mark_of(self, block_id: int) -> int:
+        """None of an id that no block has: it is refused later."""
+        return self._marks[block_id] if 0 <= block_id < len(self._marks) else 0
+
+    def _is_back(self, block_id: int) -> bool:
+        """Whether its owner has freed it, and it is a task's until nobody reads it and it is wiped."""
+        return self._num_readers.get(block_id, 0) < 0 or (self.num_soiled > 0 and self._mark_of(block_id) == _SOILED)
 
     def free(self, ids: Ids, giver: Owner) -> None:
         """Take `ids` back from their owner; all of them or, on `BlockOwnerError`, none. Needs no memory."""
         is_read = self._num_readers and not self._num_readers.keys().isdisjoint(ids)
-        if is_read or (self._num_marked and not self._is_clean(ids)):
+        if is_read or ((self.num_marked or self.num_soiled) and any(map(self._mark_of, ids))):
             self.check(ids, giver)
             self.free_each(ids, giver)
             return
@@ -219,22 +236,19 @@ class BlockPool:
         self.num_free = self._table.num_free
 
     def free_each(self, ids: Iterable[int], giver: Owner) -> None:
-        """The same one after the other, for who has no list of them: that would need memory. On `BlockOwnerError` those
-        before it are free."""
+        """The same one after the other, for who has no list of them. On `BlockOwnerError` those before it are free.
+        Needs no memory."""
         try:
             for block_id in ids:
                 num_readers = self._num_readers.get(block_id, 0)
                 self._one[0] = block_id
-                is_soiled = not num_readers and self._num_marked > 0 and self._marks[block_id] > 0
-                if is_soiled:
-                    self.soiled.append(block_id)  # first: it may need memory
+                is_soiled = not num_readers and self.num_marked > 0 and self._mark_of(block_id) == _MARKED
                 taker = TASK if num_readers or is_soiled else FREE
-                if num_readers < 0 or not self._table.move(self._one, giver, taker):
-                    if is_soiled:
-                        self.soiled.pop()
+                is_back = num_readers < 0 or (self.num_soiled > 0 and self._is_back(block_id))
+                if is_back or not self._table.move(self._one, giver, taker):
                     self._refuse(self._one, giver)
                 if is_soiled:
-                    self._note_soiled(block_id)
+                    self._soil_one()
                 elif num_readers:
                     self._num_readers[block_id] = -num_readers
                     self._num_read_of[giver] -= 1
@@ -249,7 +263,7 @@ class BlockPool:
         for block_id in ids:
             if not 0 <= block_id < self.num_blocks:
                 raise BlockOwnerError(f"{self.name} has no block {block_id}; ids are 0 to {self.num_blocks - 1}")
-            is_twice = block_id in seen or self._num_readers.get(block_id, 0) < 0
+            is_twice = block_id in seen or self._is_back(block_id)
             if self._table.owners[block_id] != giver or is_twice:
                 owner = "given twice" if is_twice else _WORDS[self.owner(block_id)]
                 raise BlockOwnerError(

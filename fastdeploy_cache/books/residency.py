@@ -174,11 +174,13 @@ class Residency:
             assert parent is not None
             # as in `evicting.evict_tail`, a call of min() would cost more than all the rest
             more = (held if held < num_gpu else num_gpu) - (before if before < num_gpu else num_gpu)  # noqa: FURB136
-            if run.cpu or self.shares is not None or run.epoch == FORGOTTEN:
+            if self.shares is not None or run.epoch == FORGOTTEN:
                 self.count_held(run, GPU, more)
-                self.count_held(run, CPU, run.num_in(CPU, held) - run.num_in(CPU, before))
             else:
                 self.num_protected[0] += more
+            if run.cpu:
+                start, end = run.cpu_start, run.cpu_end
+                self.count_held(run, CPU, max(start, min(held, end)) - max(start, min(before, end)))
             run.num_held = held
             if held < before:
                 self._let_go(run)

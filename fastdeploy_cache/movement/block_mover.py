@@ -327,5 +327,5 @@ class BlockMover:
         cargoes = [cargo for cargo in in_flight if not isinstance(cargo, CallersBlocks)]
         copied = {run for cargo in cargoes for pin in cargo.pins for run in pin.run.path()}
         num_coming = sum(run.num_in(GPU, run.num_held) - run.num_in(GPU, held.get(run, 0)) for run in copied)
-        num_coming += len(self._books.pools[GPU].soiled) + self._books.residency.num_doomed[GPU]
+        num_coming += self._books.pools[GPU].num_soiled + self._books.residency.num_doomed[GPU]
         return num_coming + sum(cargo.num_freed(held) for cargo in cargoes)

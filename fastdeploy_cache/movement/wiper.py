@@ -9,6 +9,7 @@ from functools import partial
 from fastdeploy_cache.books.block_pool import TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Soiled
+from fastdeploy_cache.books.mishaps import contained
 from fastdeploy_cache.books.run import TIERS, Tier
 from fastdeploy_cache.ipc.clock import Alarm
 from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
@@ -26,7 +27,7 @@ class Wiper:
     """
 
     def __init__(self, books: Books, mover: BlockMover) -> None:
-        self._books, self._mover = books, mover
+        self._books, self._mover, self.mishaps = books, mover, books.mishaps
         self._is_noted = False
         self._num_wiping, self._not_before = 0, 0.0
         self._alarm: Alarm | None = None
@@ -39,25 +40,28 @@ class Wiper:
     def num_waiting(self) -> int:
         """Blocks that are not wiped yet, but for those that somebody still holds."""
         pools = self._books.pools
-        return self._num_wiping + sum([len(pool.soiled) + pool.num_stale + pool.num_read_out for pool in pools])
+        return self._num_wiping + sum([pool.num_soiled + pool.num_stale + pool.num_read_out for pool in pools])
 
     @property
     def num_held(self) -> int:
         """Blocks that are wiped as soon as who holds them lets them go."""
         return sum([pool.num_marked - pool.num_stale - pool.num_read_out for pool in self._books.pools])
 
+    @contained("landing", None)
     def go_on(self) -> None:
-        """Ask the ranks for what waits, if they can be asked; else look again after a while."""
-        is_early = self._books.clock.now() < self._not_before
-        for tier in () if is_early else TIERS:
-            pool = self._books.pools[tier]
-            if (pool.soiled or pool.has_stale) and self._mover.can(TaskKind.WIPE):
-                if not pool.soiled and not self._num_wiping:  # not all at once: requests need blocks meanwhile
-                    pool.soil_stale(max(1, pool.num_free // _FREE_SHARE))
-                if pool.soiled:
-                    self._wipe(tier)
-        if self._is_behind and not self._num_wiping and self._alarm is None:
-            self._arm()
+        """Ask the ranks for what waits, if they can be asked; else, or where that fails, look again after a while."""
+        try:
+            is_early = self._books.clock.now() < self._not_before
+            for tier in () if is_early else TIERS:
+                pool = self._books.pools[tier]
+                if (pool.num_soiled or pool.has_stale) and self._mover.can(TaskKind.WIPE):
+                    if not pool.num_soiled and not self._num_wiping:  # not all at once: requests need blocks meanwhile
+                        pool.soil_stale(max(1, pool.num_free // _FREE_SHARE))
+                    if pool.num_soiled:
+                        self._wipe(tier)
+        finally:
+            if self._is_behind and not self._num_wiping and self._alarm is None:
+                self._arm()
 
     def stop(self) -> None:
         """Look no more."""
@@ -66,11 +70,11 @@ class Wiper:
 
     @property
     def _is_behind(self) -> bool:
-        return any(pool.soiled or pool.has_stale for pool in self._books.pools)
+        return any(pool.num_soiled or pool.has_stale for pool in self._books.pools)
 
     def _arm(self) -> None:
         clock = self._books.clock
-        with contextlib.suppress(RuntimeError):  # no thread now: the next change looks again
+        with contextlib.suppress(RuntimeError, MemoryError):  # no thread now: the next change looks again
             self._alarm = clock.call_at(clock.now() + _AGAIN_SECONDS, self._look_again)
 
     def _look_again(self) -> None:
@@ -78,7 +82,7 @@ class Wiper:
         with self._books:
             self._alarm = None
             if not self._books.is_closed:
-                self._books.mishaps.contain("landing", self.go_on)
+                self.go_on()
 
     def _note(self) -> None:
         if not self._is_noted:
@@ -93,19 +97,20 @@ class Wiper:
 
     def _wipe(self, tier: Tier) -> None:
         pool = self._books.pools[tier]
-        ids, pool.soiled = pool.soiled, array("i")
+        ids = pool.take_soiled()
         try:
             self._mover.wipe(tier, ids, partial(self._end, tier, ids))
         except BaseException:
-            pool.soiled = ids + pool.soiled
+            pool.soil(ids)
             raise
         self._num_wiping += len(ids)
 
     def _end(self, tier: Tier, ids: array[int], succeeded: bool) -> None:
+        """The ranks have answered: the ids are free, or wait once more. Needs no memory."""
         pool = self._books.pools[tier]
         self._num_wiping -= len(ids)
         if succeeded:
             pool.free(ids, TASK)
         else:
-            pool.soiled.extend(ids)
+            pool.soil(ids)
             self._not_before = self._books.clock.now() + _AGAIN_SECONDS  # not at once: it may fail at once

@@ -52,21 +52,22 @@ class FreeBlockWatch:
 
 class _Tier:
     def __init__(self, pool: BlockPool) -> None:
-        self._pool, self._allocate, self._soil_stale = pool, pool.allocate, pool.soil_stale
+        self._pool, self._allocate, self._take_soiled = pool, pool.allocate, pool.take_soiled
         self._known: set[int] = set()  # that were free, and have not been given to anybody since
         self._arrays: list[Bytes] = []
         self._generation = -1
         pool.allocate = self._note  # type: ignore[method-assign]
-        pool.soil_stale = self._note_soiled  # type: ignore[method-assign]
+        pool.take_soiled = self._note_soiled  # type: ignore[method-assign]
 
     def _note(self, num_blocks: int, owner: Owner) -> array[int]:
         ids = self._allocate(num_blocks, owner)
         self._known.difference_update(ids)
         return ids
 
-    def _note_soiled(self, at_most: int) -> None:
-        self._soil_stale(at_most)
-        self._known.difference_update(self._pool.soiled)
+    def _note_soiled(self) -> array[int]:
+        ids = self._take_soiled()
+        self._known.difference_update(ids)
+        return ids
 
     def forget(self) -> None:
         """The memory is another one."""

@@ -23,25 +23,40 @@ class NaivePool:
     def __init__(self, num_blocks: int) -> None:
         self.owners = [Owner.FREE] * num_blocks
         self.num_readers = [0] * num_blocks
-        self.deferred = set[int]()
+        self.deferred = set[int]()  # freed, and still being read
+        self.marked, self.soiled = set[int](), set[int]()  # to be wiped when freed, and freed since
 
     def ids_of(self, owner: Owner) -> list[int]:
         return [i for i, each in enumerate(self.owners) if each is owner]
 
     def allocate(self, num_blocks: int, owner: Owner) -> list[int]:
         ids = self.ids_of(Owner.FREE)[:num_blocks]
-        self.give(ids, owner)
+        for block_id in ids:
+            self.owners[block_id] = owner
         return ids
 
     def give(self, ids: list[int], owner: Owner) -> None:
         for block_id in ids:
             self.owners[block_id] = owner
+        if owner is Owner.RUN:
+            self.marked.difference_update(ids)
 
     def free(self, ids: list[int]) -> None:
         for block_id in ids:
-            self.owners[block_id] = Owner.TASK if self.num_readers[block_id] else Owner.FREE
+            is_marked = block_id in self.marked
+            self.owners[block_id] = Owner.TASK if self.num_readers[block_id] or is_marked else Owner.FREE
             if self.num_readers[block_id]:
                 self.deferred.add(block_id)
+            elif is_marked:
+                self.soil(block_id)
+
+    def soil(self, block_id: int) -> None:
+        self.owners[block_id] = Owner.TASK
+        self.marked.discard(block_id)
+        self.soiled.add(block_id)
+
+    def mark(self, ids: list[int]) -> None:
+        self.marked.update(set(ids) - self.soiled)
 
     def read(self, ids: list[int], change: int) -> None:
         for block_id in ids:
@@ -58,10 +73,13 @@ class Walk:
         self.num_blocks = self.rng.choice((0, 1, 7, 40, 300, 1500))
         self.pool, self.naive = BlockPool("GPU", self.num_blocks, new_table), NaivePool(self.num_blocks)
         self.reads: list[list[int]] = []
+        self.wiping: list[list[int]] = []
 
     def some(self, owner: Owner) -> list[int]:
-        """Ids of an owner: in a row, in rows, or scattered; lowest first or not; none that is freed already."""
-        own = [i for i in self.naive.ids_of(owner) if i not in self.naive.deferred]
+        """Ids of an owner: in a row, in rows, or scattered; lowest first or not; none that is freed already, or being
+        wiped."""
+        own = [i for i in self.naive.ids_of(owner) if i not in self.naive.deferred | self.naive.soiled]
+        own = [i for i in own if not any(i in ids for ids in self.wiping)]
         if not own:
             return own
         most = self.rng.choice((1, 4, 20, 100, len(own)))
@@ -82,7 +100,7 @@ class Walk:
     def step(self) -> None:
         """One call that may be made, or one that is refused."""
         owner, rng = self.rng.choice(OWNERS), self.rng
-        doing = rng.choice(("take", "take", "free", "free", "give", "refuse", "read", "end"))
+        doing = rng.choice(("take", "take", "free", "free", "give", "refuse", "read", "end", "wipe", "wipe"))
         if doing == "take":
             num_blocks = rng.randint(0, min(self.pool.num_free, rng.choice((1, 5, 90, self.num_blocks))))
             assert self.pool.allocate(num_blocks, owner).tolist() == self.naive.allocate(num_blocks, owner)
@@ -106,12 +124,40 @@ class Walk:
             ids = self.reads.pop(rng.randrange(len(self.reads)))
             self.pool.end_reading(array("i", ids))
             self.naive.read(ids, -1)
+        elif doing == "wipe":
+            self.wipe(owner)
+
+    def wipe(self, owner: Owner) -> None:
+        """Nobody else may see what some blocks hold, or what no run has; or what waits is taken to be wiped; or it is,
+        or could not be."""
+        doing, naive = self.rng.randrange(6), self.naive
+        if doing == 0:
+            self.pool.taint(array("i", ids := self.some(owner)))
+            naive.mark(ids)
+        elif doing == 1 and self.rng.random() < 0.3:
+            self.pool.note_stale()
+            naive.mark([i for i, each in enumerate(naive.owners) if each is not Owner.RUN])
+        elif doing == 2:
+            self.pool.soil_stale(at_most := self.rng.randint(1, 50))
+            for block_id in [i for i in naive.ids_of(Owner.FREE) if i in naive.marked][:at_most]:
+                naive.soil(block_id)
+        elif doing == 3:
+            self.wiping.append(ids := self.pool.take_soiled().tolist())
+            assert set(ids) == naive.soiled and len(ids) == len(naive.soiled)
+            naive.soiled.clear()
+        elif doing == 4 and self.wiping:
+            self.pool.free(array("i", ids := self.wiping.pop()), Owner.TASK)
+            naive.free(ids)
+        elif doing == 5 and self.wiping:
+            self.pool.soil(ids := self.wiping.pop(0))
+            naive.marked.difference_update(ids)
+            naive.soiled.update(ids)
 
     def refuse(self, owner: Owner) -> None:
         """One wrong id among right ones, anywhere."""
         ids = self.some(owner)
         others = [i for i, each in enumerate(self.naive.owners) if each is not owner]
-        others = [*others[:1], *others[-1:], *sorted(self.naive.deferred)[:1]]
+        others = [*others[:1], *others[-1:], *sorted(self.naive.deferred)[:1], *sorted(self.naive.soiled)[:1]]
         wrong = self.rng.choice([-1, -self.num_blocks, self.num_blocks, 2**31 - 1, *others, *ids[:1]])
         calls: list[tuple[Callable[..., None], list[int]]] = [(self.pool.free_each, [wrong])] * (wrong not in ids)
         ids.insert(self.rng.randint(0, len(ids)), wrong)
@@ -122,7 +168,11 @@ class Walk:
     def check(self) -> None:
         """Both say the same of every block."""
         assert [self.pool.owner(i) for i in range(self.num_blocks)] == self.naive.owners
-        assert set(self.pool.deferred_ids) == self.naive.deferred
+        naive, marked_free = self.naive, [i for i in self.naive.ids_of(Owner.FREE) if i in self.naive.marked]
+        assert set(self.pool.deferred_ids) == naive.deferred | naive.soiled
+        assert (self.pool.num_soiled, self.pool.num_marked) == (len(naive.soiled), len(naive.marked))
+        assert self.pool.num_stale == len(marked_free)
+        assert self.pool.num_read_out == len(naive.deferred & naive.marked)
         for owner in Owner:
             ids = self.naive.ids_of(owner)
             assert self.pool.count(owner) == len(ids) and self.pool.ids_of(owner) == ids

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import random
 from types import SimpleNamespace
 from typing import Any, cast
 
 from fastdeploy_cache.books.block_pool import RUN, BlockPool
-from fastdeploy_cache.launch.faults.failing_lines import FailingLines
+from fastdeploy_cache.launch.faults.failing_lines import PACKAGE, FailingLines, grows
 from fastdeploy_cache.launch.faults.trouble import Trouble
 
 
@@ -38,3 +39,19 @@ def test_a_line_is_asked_once_in_a_step() -> None:
     finally:
         lines.follow(False)
     assert chance.num_times == 3
+
+
+def test_what_needs_no_memory_asks_for_none() -> None:
+    """A function whose docstring says so has no line that asks for memory in proportion to blocks, nor lengthens a
+    list."""
+    said, asking = 0, []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and "Needs no memory." in (ast.get_docstring(node) or ""):
+                said += 1
+                asking += [f"{path.name}:{line.lineno}" for line in ast.walk(node) if grows(line) or _lengthens(line)]  # type: ignore[attr-defined]
+    assert said > 20 and not asking
+
+
+def _lengthens(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in {"append", "add"}
