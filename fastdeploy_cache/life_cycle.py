@@ -19,7 +19,7 @@ from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.books.tier_loss import drop_cpu, drop_gpu
 from fastdeploy_cache.books.transfer import wait_done
 from fastdeploy_cache.config.cache import CacheConfig
-from fastdeploy_cache.errors import ConfigError, LifeCycleError, NotEnoughMemoryError, counted
+from fastdeploy_cache.errors import ConfigError, ControlError, LifeCycleError, NotEnoughMemoryError, counted
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.peers import Peers
@@ -300,13 +300,17 @@ class LifeCycle:
         they have, and publish nothing.
 
         Waits until that has happened, or the time is over; what is left then goes on by itself, but for the store.
-        Raises `ConfigError` for such a time, `RequestError` where `namespace` is no text or the model has several rows.
+        Raises `ConfigError` for such a time, `RequestError` where `namespace` is no text, and `ControlError` where
+        there is no thread for it now; then nothing is forgotten.
         """
         check_namespace(namespace)
         clock, wiper = self._books.clock, self._movement.wiper
         deadline = clock.now() + _checked("forget_namespace", timeout_seconds)
         with self._books:
-            self._books.check_uniform("life.forget_namespace")
+            try:
+                wiper.start()
+            except RuntimeError as error:
+                raise ControlError(f"nothing was forgotten: what waits is wiped by a thread, and {error}") from error
             num_requests = self._requests.forget_namespace(namespace)
             num_gpu, num_cpu = forget_namespace(self._books, namespace)
             self._movement.mover.taint_forgotten()

@@ -77,7 +77,7 @@ class TransferTask:
 
     Which tiers the ids are of follows from `kind`. Of a COPY `num_tokens` may be given: so many leading tokens of
     each block are copied; and a `row` behind the full one: the ids are units of that one. A WIPE copies nothing: its
-    sources are blocks of the CPU tier, and its destinations are blocks of the GPU.
+    sources are blocks of the CPU tier, and its destinations are blocks of the GPU, or units of a `row`.
 
     A swap with `units` moves a checkpoint: these are its units by row behind the full one, the ids of the CPU tier are
     its pages, and there are none of the GPU. A load does not fill those that are `LEFT_OUT`. It goes in steps, between

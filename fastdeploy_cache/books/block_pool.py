@@ -30,6 +30,7 @@ FREE, RUN, REQUEST, TASK, CALLER, CHECKPOINT = Owner  # looking a member up in i
 
 _WORDS = {FREE: "free", RUN: "cached", REQUEST: "a request's", TASK: "being copied into", CALLER: "a caller's own"}
 _WORDS[CHECKPOINT] = "a checkpoint's"
+_WHOLE = RUN, CHECKPOINT  # whose blocks hold nothing of before
 _MARKED, _SOILED = 1, 2  # a block that is to be wiped when it is freed, and one that is freed and waits for that
 
 
@@ -78,7 +79,7 @@ class BlockPool:
         """Change the owner of `ids`, none of them free; all of them or, on `BlockOwnerError`, none."""
         if not self._table.move(ids, giver, taker):
             self._refuse(ids, giver)
-        if self.num_marked and taker is RUN:
+        if self.num_marked and taker in _WHOLE:
             self._unmark(ids)
         if self._num_readers:
             num_read = sum(map(self._num_readers.__contains__, ids))
@@ -148,9 +149,9 @@ class BlockPool:
         self._mark(np.frombuffer(ids, np.int32))
 
     def note_stale(self) -> None:
-        """The same of all that no run has now: what they hold of before, nobody knows. Free ones are given out
-        meanwhile, since nothing reads a block before it is written; and one that a run has is written whole."""
-        self._mark(np.flatnonzero(np.frombuffer(self._table.owners, np.uint8) != RUN))
+        """The same of all that no run and no checkpoint has now: what they hold of before, nobody knows. Free ones are
+        given out meanwhile, since nothing reads a block before it is written; and what is cached is written whole."""
+        self._mark(np.flatnonzero(~np.isin(np.frombuffer(self._table.owners, np.uint8), _WHOLE)))
         self.has_stale = True
 
     def _view(self) -> np.ndarray[Any, np.dtype[np.uint8]]:

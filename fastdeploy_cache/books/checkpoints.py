@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -312,6 +312,13 @@ class Checkpoints:
         """A run is about to end after so many blocks: what lies behind goes. Nobody pins any of it."""
         while (checkpoint := run.checkpoint) is not None and checkpoint.end > num_blocks:
             self.drop(checkpoint, why)
+
+    def taint(self, runs: Iterable[Run]) -> None:
+        """Nobody else may see what the checkpoints of these hold: see `BlockPool.taint`."""
+        for checkpoint in (each for run in runs for each in chain_of(run)):
+            for pool, ids in self._views(checkpoint):
+                pool.pool.taint(ids)
+            self.pages.taint(array("i", checkpoint.pages or b""))
 
     def drop_unpinned(self, run: Run, why: Loss) -> None:
         """A run is of an earlier epoch: what nobody pins of it goes, as nobody finds it any more."""

@@ -4,13 +4,17 @@ lock."""
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
+from fastdeploy_cache.books.block_pool import BlockPool
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import NamespaceForgotten
+from fastdeploy_cache.books.checkpoints import Checkpoints
 from fastdeploy_cache.books.generations import Reason
 from fastdeploy_cache.books.graves import AT_ONCE
 from fastdeploy_cache.books.residency import FORGOTTEN, Residency
 from fastdeploy_cache.books.run import TIERS, Run
+from fastdeploy_cache.books.taps import Loss
 
 
 def forget_namespace(books: Books, namespace: str) -> tuple[int, int]:
@@ -25,8 +29,8 @@ def forget_namespace(books: Books, namespace: str) -> tuple[int, int]:
     root = tree.roots.get(namespace)
     books.note(NamespaceForgotten(namespace=namespace))
     tree.generations.begin(Reason.FORGOTTEN)  # callers' blocks do not say whose they are
-    for tier in TIERS:
-        tree.pools[tier].note_stale()  # it may have had these before
+    checkpoints = tree.residency.checkpoints
+    _note_stale(tree.pools, checkpoints)  # it may have had these before
     runs = list(root.children.values()) if root is not None else []
     for run in runs:
         runs.extend(run.children.values())
@@ -34,19 +38,33 @@ def forget_namespace(books: Books, namespace: str) -> tuple[int, int]:
         runs += [run for run in tree.runs() if 0 <= run.epoch != tree.epoch and run.root().namespace == namespace]
     if not runs:
         return 0, 0
-    for tier in TIERS:  # all that needs memory; then what happens, happens whole
-        tree.pools[tier].taint(array("i", b"".join([run.packed_ids(tier) for run in runs])))
+    _taint(tree.pools, checkpoints, runs)  # all that needs memory; then what happens, happens whole
     if root is not None:
         tree.roots.pop(namespace)
         root.epoch = FORGOTTEN
         tree.graves.add_forgotten({namespace: root})
     num_blocks = [0, 0]
     for run in reversed(runs):  # children first
+        if checkpoints is not None:  # at once: units that only wait to be wiped would count as room
+            checkpoints.drop_unpinned(run, Loss.RESET)
         _hide(tree.residency, run)
         for tier in TIERS:
             num_blocks[tier] += run.num_in(tier, run.num_blocks)
     tree.mishaps.contain("settling", lambda: tree.graves.clear(AT_ONCE))
     return num_blocks[0], num_blocks[1]
+
+
+def _note_stale(pools: Sequence[BlockPool], checkpoints: Checkpoints | None) -> None:
+    for pool in (*pools, *[units.pool for units in (checkpoints.pools if checkpoints is not None else ())]):
+        pool.note_stale()
+
+
+def _taint(pools: Sequence[BlockPool], checkpoints: Checkpoints | None, runs: Sequence[Run]) -> None:
+    of_tiers = [array("i", b"".join([run.packed_ids(tier) for run in runs])) for tier in TIERS]
+    for pool, ids in zip(pools, of_tiers, strict=True):  # behind all lists: what is marked and still cached is no room
+        pool.taint(ids)
+    if checkpoints is not None:
+        checkpoints.taint(runs)
 
 
 def _hide(residency: Residency, run: Run) -> None:

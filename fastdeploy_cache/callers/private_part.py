@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from fastdeploy_cache.books.checkpoint import Checkpoint, chain_of
 from fastdeploy_cache.books.evicting import evict_tail
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU, GPU, Run
@@ -38,11 +39,19 @@ def forget(tree: PrefixTree, path: Sequence[Run], num_kept: int, session: int) -
     return num_blocks - sum([run.num_blocks for run in path if run.parent is not None])
 
 
-def leave_gpu(tree: PrefixTree, path: Sequence[Run], session: int) -> tuple[int, bool]:
-    """Free the GPU blocks of a path whose copies are in the CPU tier, from its end on; returns how many, and whether
-    more would go once copies that are on their way have come."""
-    num_gone = 0
+def leave_gpu(
+    tree: PrefixTree, path: Sequence[Run], session: int, is_storing: Callable[[Checkpoint], bool]
+) -> tuple[int, bool]:
+    """Free the GPU blocks of a path whose copies are in the CPU tier, from its end on, and the units of checkpoints
+    whose images are; returns how many blocks, and whether more would go once copies that are on their way have come.
+    `is_storing`: whether such a copy is that of a checkpoint."""
+    num_gone, has_more, checkpoints = 0, False, tree.residency.checkpoints
     for run, _ in _private_runs(path, 0, session):
+        for checkpoint in chain_of(run) if checkpoints is not None else ():
+            has_more |= is_storing(checkpoint)
+            is_copied = checkpoint.units is not None and checkpoint.pages is not None
+            if checkpoints is not None and is_copied and not checkpoint.num_pins:
+                checkpoints.leave(checkpoint, GPU, Loss.GPU)
         if run.num_gpu_children:
             break
         num_on_gpu = run.num_gpu
@@ -50,5 +59,5 @@ def leave_gpu(tree: PrefixTree, path: Sequence[Run], session: int) -> tuple[int,
         if loose > 0:
             num_gone += evict_tail(tree.residency, run, GPU, loose)
         if run.num_gpu:
-            return num_gone, bool(segments_of(run, CPU))
-    return num_gone, False
+            return num_gone, has_more or bool(segments_of(run, CPU))
+    return num_gone, has_more

@@ -146,15 +146,14 @@ class Sessions:
 
     def demote(self, prefix: Prefix, *, namespace: str = "") -> int:
         """Move what only this prefix has from the GPU to the CPU tier, now. Returns how many blocks have left the GPU;
-        those that have to be copied first leave it when they have been. Raises `RequestError` as `supersede`, and for a
-        hybrid model."""
+        those that have to be copied first leave it when they have been. Of a hybrid model units go with them. Raises
+        `RequestError` as `supersede`."""
         asked = self._asked(prefix, namespace)
         with self._books:
-            self._books.check_uniform("sessions.demote")
             path, num_found = self._find(asked)
             if path and num_found:
                 self._movement.copy_down.store(path)
-            num_gone, has_more = leave_gpu(self._books.tree, path, self._owner(asked))
+            num_gone, has_more = self._leave_gpu(asked, path)
             if has_more and len(self._leaving) < MAX_LEAVING:
                 self._leaving[id(asked)] = asked
         return num_gone
@@ -274,5 +273,10 @@ class Sessions:
             return
         for key, asked in list(self._leaving.items()):
             path, num_found = self._find(asked)
-            if not (path and num_found and leave_gpu(self._books.tree, path, self._owner(asked))[1]):
+            if not (path and num_found and self._leave_gpu(asked, path)[1]):
                 del self._leaving[key]
+
+    def _leave_gpu(self, asked: Request, path: Sequence[Run]) -> tuple[int, bool]:
+        images = self._movement.images
+        is_storing = images.is_storing if images is not None else lambda _: False
+        return leave_gpu(self._books.tree, path, self._owner(asked), is_storing)

@@ -147,13 +147,15 @@ class BlockMover:
         self._send(transfer, self._new_task(transfer, kind, sources, cargo.ids, num_tokens))
         return transfer
 
-    def wipe(self, tier: Tier, ids: array[int], give: Callable[[bool], None]) -> None:
-        """Start overwriting blocks of a tier, which are the task's, with zeros. `give` gives them away when all ranks
-        have answered; where this raises they stay the caller's."""
+    def wipe(self, tier: Tier, ids: array[int], give: Callable[[bool], None], row: int = 0) -> None:
+        """Start overwriting blocks of a tier, which are the task's, with zeros, or units of a `row` behind the full
+        one. `give` gives them away when all ranks have answered; where this raises they stay the caller's."""
         transfer, nothing = self.new_transfer(tier), array("i")
-        transfer.cargo = WipedBlocks(tier, ids, give)
+        num_rows = len(self._books.rows.checkpoints.pools) if self._books.rows is not None else 0
+        transfer.cargo = WipedBlocks(tier, ids, give, [number == row for number in range(1, 1 + num_rows)])
         of_cpu, of_gpu = (ids, nothing) if tier is CPU else (nothing, ids)
-        self._send(transfer, self._new_task(transfer, TaskKind.WIPE, of_cpu, of_gpu))
+        task = self._new_task(transfer, TaskKind.WIPE, of_cpu, of_gpu)
+        self._send(transfer, dataclasses.replace(task, row=row))
 
     def taint_forgotten(self) -> None:
         """What is on its way to runs of forgotten namespaces, or from them, nobody else may see."""

@@ -97,14 +97,15 @@ class OneBlock:
 
 
 class WipedBlocks:
-    """Blocks of a tier that are overwritten."""
+    """Blocks of a tier that are overwritten, or units of a row behind the full one."""
 
     pins: Sequence[Pin] = ()
 
-    def __init__(self, tier: Tier, ids: array[int], give: Callable[[bool], None]) -> None:
-        """`give` gives the ids away when all ranks have answered, well or not."""
+    def __init__(self, tier: Tier, ids: array[int], give: Callable[[bool], None], rows: Sequence[bool]) -> None:
+        """`give` gives the ids away when all ranks have answered, well or not. `rows`: whose units they are."""
         self._tier, self._give = tier, give
-        self.ids: Sequence[int] = ids
+        self.ids: Sequence[int] = ids if not any(rows) else ()
+        self.units: Sequence[Sequence[int]] = [ids if is_its else () for is_its in rows]
 
     def num_freed(self, held: dict[Run, int]) -> int:  # noqa: ARG002 (see `Cargo`)
         return len(self.ids) if self._tier is GPU else 0
@@ -112,7 +113,7 @@ class WipedBlocks:
     def end(self, succeeded: bool) -> None:
         """They are free, or to be wiped once more."""
         self._give(succeeded)
-        self.ids = ()
+        self.ids = self.units = ()
 
 
 class CallersBlocks:

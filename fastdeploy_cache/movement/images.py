@@ -14,6 +14,7 @@ from fastdeploy_cache.books.row_books import RowBooks
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.movement.block_mover import BlockMover
+from fastdeploy_cache.movement.cargo import WipedBlocks
 from fastdeploy_cache.movement.unit_copies import UnitCopy
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
@@ -128,7 +129,11 @@ class ImageMover:
             if checkpoint.num_pins == num_pins[checkpoint]:
                 for count, ids in zip(held, self._rows.checkpoints.unit_ids(checkpoint), strict=True):
                     count.update(ids)
+        for wiped in [each.cargo for each in flights if isinstance(each.cargo, WipedBlocks)]:
+            for number, wiped_units in enumerate(wiped.units):
+                num_coming[number] += len(wiped_units)
         for number, pool in enumerate(pools):
+            num_coming[number] += pool.pool.num_soiled
             num_coming[number] += sum([pool.num_pins(unit) == num for unit, num in held[number].items()])
         return num_coming
 

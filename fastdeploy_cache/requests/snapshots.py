@@ -44,10 +44,11 @@ class Snapshots:
         """What is in its slots of states is a snapshot from now on, and the request writes the slots that this returns.
         None, and nothing has changed, where there are none. All of it or, on `MemoryError`, nothing.
 
-        Two slots are enough to keep the newest states of the output: the ones before go, and leave theirs.
+        Two slots are enough to keep the newest states of the output: the ones before go, and leave theirs. Where these
+        have to be wiped first, because a namespace was forgotten, they have gone, and there are none.
         """
         rows, pools = rows_of(active), self._rows.checkpoints.pools
-        if any(pools[number].num_available < 1 for number in self.state_rows) and not self._leave_slots(active, rows):
+        if not self._has_slots and not (self._leave_slots(active, rows) and self._has_slots):
             self._rows.counts.num_refused += 1
             return None
         fresh: list[array[int]] = []
@@ -70,6 +71,10 @@ class Snapshots:
             rows.tables[number], rows.firsts[number] = units, boundary
         rows.pending = pending
         return slots
+
+    @property
+    def _has_slots(self) -> bool:
+        return all(self._rows.checkpoints.pools[number].num_available for number in self.state_rows)
 
     def _leave_slots(self, active: ActiveRequest, rows: RequestRows) -> bool:
         """Give up an older snapshot, whose states are read no more; whether there was one."""

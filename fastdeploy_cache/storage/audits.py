@@ -11,7 +11,6 @@ from fastdeploy_cache.books.run_notes import NOT_STORED
 from fastdeploy_cache.ipc.clock import Event
 from fastdeploy_cache.storage.checkpoint_writes import names_of_image
 from fastdeploy_cache.storage.link import StorageLink
-from fastdeploy_cache.transfer_manager.storage.keys import owner_mark
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 
 _TASKS_AT_A_TIME = 4  # of an audit: prefetches share the lane
@@ -122,7 +121,7 @@ class StorageAudits:
         parts = [(each, each.num_blocks, names.of_last(each)) for each in path[start:]]
         tokens = b"".join(bytes(each.tokens) for each in path) if self._link.client.needs_token_ids else b""
         hashes = b"".join(names.of(each, 0, each.num_blocks) for each in path[start:])
-        task = self._link.new_task(TaskKind.LOOKUP, hashes, token_ids=tokens, owner=owner_mark(run.root().namespace))
+        task = self._link.new_task(TaskKind.LOOKUP, run.root().namespace, hashes, token_ids=tokens)
         audit.num_asked.update({each: num_blocks for each, num_blocks, _ in parts})
         self._link.outbox.put(task, self._questions, _Question(audit, parts))
         audit.num_in_flight += 1
@@ -136,7 +135,7 @@ class StorageAudits:
         if self._checkpoints is None or not self._checkpoints.is_here(checkpoint):
             return
         names = names_of_image(self._tree.names, checkpoint, self._num_pages(checkpoint))
-        task = self._link.new_task(TaskKind.LOOKUP, names)
+        task = self._link.new_task(TaskKind.LOOKUP, checkpoint.run.root().namespace, names)
         self._link.outbox.put(task, self._questions, _Question(audit, [], checkpoint))
         audit.num_in_flight += 1
 

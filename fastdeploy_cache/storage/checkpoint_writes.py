@@ -142,7 +142,8 @@ class CheckpointWrites:
         pages = array("i", checkpoint.pages or b"")
         names, priority = names_of_image(self._tree.names, checkpoint, len(pages)), checkpoint.run.stored.priority
         stored = checkpoint.stored.but(num_offered=1)
-        task = self._link.new_task(TaskKind.WRITE, names, sources=pages, priority=priority)
+        namespace = checkpoint.run.root().namespace
+        task = self._link.new_task(TaskKind.WRITE, namespace, names, sources=pages, priority=priority)
         self._pool.begin_reading(pages)  # first: see `StorageWrites`
         try:
             self._link.outbox.put(task, self._writes, _ImageWrite(checkpoint, pages))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.storage.forget import StorageForget
 from fastdeploy_cache.storage.link import StorageLink
-from fastdeploy_cache.transfer_manager.storage.keys import owner_mark
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 
 _NO_MARK = (
@@ -38,7 +37,7 @@ class StorageForgets:
             return forget.end(_NO_MARK)
         if not self._link.can(TaskKind.FORGET):
             return forget.end("the store cannot be asked now; forget the namespace again later")
-        task = self._link.new_task(TaskKind.FORGET, b"", owner=owner_mark(namespace), deadline=deadline)
+        task = self._link.new_task(TaskKind.FORGET, namespace, b"", deadline=deadline)
         self._link.outbox.put(task, self._asked, forget)
         return forget
 

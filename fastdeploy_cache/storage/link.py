@@ -21,6 +21,7 @@ from fastdeploy_cache.policies.breaker import Breaker
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.transfer_manager.storage.keys import owner_mark
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 logger = event_log(__name__)
@@ -116,6 +117,7 @@ class StorageLink:
         try:
             task = self.new_task(
                 TaskKind.PROBE,
+                "",
                 self._clock.random_bytes(num_blocks * HASH_BYTES),
                 destinations=ids,
                 token_ids=bytes(num_blocks * self._tree.block_bytes) if self.client.needs_token_ids else b"",
@@ -181,6 +183,7 @@ class StorageLink:
     def new_task(
         self,
         kind: TaskKind,
+        namespace: str,
         hashes: bytes,
         *,
         sources: array[int] | None = None,
@@ -188,10 +191,9 @@ class StorageLink:
         token_ids: bytes = b"",
         priority: float | None = None,
         detail: bytes = b"",
-        owner: bytes = b"",
         deadline: float = 0.0,
     ) -> TransferTask:
-        """A task with its own deadline, or a later one, for `outbox.put`."""
+        """A task of a namespace's objects, with its own deadline, or a later one, for `outbox.put`."""
         task_id, self._next_task_id = self._next_task_id, self._next_task_id + 1
         return TransferTask(
             task_id=task_id,
@@ -203,5 +205,5 @@ class StorageLink:
             token_ids=token_ids,
             priority=priority,
             detail=detail,
-            owner=owner,
+            owner=owner_mark(namespace),
         )

@@ -23,7 +23,7 @@ from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.storage.prefetch import Fetched, PrefetchEnded, StorageLimits, StoragePrefetch
 from fastdeploy_cache.storage.room import PrefetchRoom
 from fastdeploy_cache.storage.unasked import UnaskedStore
-from fastdeploy_cache.transfer_manager.storage.keys import NO_STOP, owner_mark
+from fastdeploy_cache.transfer_manager.storage.keys import NO_STOP
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 T = TypeVar("T")
@@ -260,14 +260,14 @@ class StorageReads:
         num_pages = self.checkpoints.num_pages(prefetch)
         if num_pages > self._room.num_blocks(prefetch):
             return False
-        prefetch.lacks_image, owner = False, owner_mark(prefetch.namespace)
+        prefetch.lacks_image = False
         if not num_pages:  # at a boundary of chunks there is nothing to read
             self._land_image(prefetch, array("i"))
             return True
         ids = self._books.take(num_pages, CPU, TASK)
         try:
-            names, priority = self.checkpoints.names(prefetch), prefetch.priority
-            task = self._link.new_task(TaskKind.PREFETCH, names, destinations=ids, priority=priority, owner=owner)
+            names, namespace, priority = self.checkpoints.names(prefetch), prefetch.namespace, prefetch.priority
+            task = self._link.new_task(TaskKind.PREFETCH, namespace, names, destinations=ids, priority=priority)
             self._send(prefetch, task, self._pieces, _Piece(prefetch, prefetch.first, ids[:], is_image=True))
         except BaseException:
             self._pool.free(ids, TASK)
@@ -291,7 +291,7 @@ class StorageReads:
         tokens = prefetch.keys.part(0, (prefetch.first + end) * self._tree.block_bytes) if needs_tokens else b""
         hashes = prefetch.hashes[start * HASH_BYTES : end * HASH_BYTES]
         stops = prefetch.stops if kind is TaskKind.LOOKUP else b""
-        task = functools.partial(self._link.new_task, kind, hashes, owner=owner_mark(prefetch.namespace))
+        task = functools.partial(self._link.new_task, kind, prefetch.namespace, hashes)
         return task(destinations=ids, token_ids=tokens, priority=prefetch.priority, detail=stops)
 
     # -- ending

@@ -16,7 +16,6 @@ from fastdeploy_cache.books.run_notes import Stored
 from fastdeploy_cache.storage.checkpoint_writes import CheckpointWrites
 from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.storage.prefetch import StorageLimits
-from fastdeploy_cache.transfer_manager.storage.keys import owner_mark
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 
 _MIN_SWEEP = 16  # queued runs
@@ -207,10 +206,8 @@ class StorageWrites:
             *above, _ = run.path()
             tokens = b"".join([bytes(upper.tokens) for upper in above])
             tokens += bytes(run.tokens[: (start + num_blocks) * self._tree.block_bytes])
-        owner, priority = owner_mark(run.root().namespace), run.stored.priority
-        task = self._link.new_task(
-            TaskKind.WRITE, hashes, sources=ids, token_ids=tokens, priority=priority, owner=owner
-        )
+        namespace, priority = run.root().namespace, run.stored.priority
+        task = self._link.new_task(TaskKind.WRITE, namespace, hashes, sources=ids, token_ids=tokens, priority=priority)
         # Noted before it can go out: blocks that are not known to be read are given out again, and what is filled into
         # them would be written under the hash of what was there.
         self._pool.begin_reading(ids)

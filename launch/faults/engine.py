@@ -108,7 +108,7 @@ class StoryEngine:
             recompute_last_token=settings.recompute_last_token,
             storage=store if settings.has_store else None,
             peer=self._peer_config() if settings.has_peers else None,
-            tenants=(_TENANT,) if settings.tenants else (),
+            tenants=(_TENANT,) if settings.tenants and not settings.has_rows else (),
             transfer=TransferConfig(
                 tp_size=settings.tp_size,
                 kv_owner=settings.kv_owner,
@@ -344,6 +344,7 @@ class StoryEngine:
         is_handing_over = stats.num_open_sends or stats.num_open_receives
         is_copying = stats.num_transfers_in_flight or stats.gpu.num_in_flight
         is_copying = is_copying or (stats.cpu is not None and stats.cpu.num_in_flight)
+        is_copying = is_copying or any(row.num_in_flight for row in stats.rows)
         has_own = stats.num_requests > 0  # every user has left: what a hint brings is on its way
         return not is_copying and not is_handing_over and not has_own and cache.storage.is_idle
 

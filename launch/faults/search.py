@@ -71,8 +71,7 @@ def search(
     for seed in seeds if seeds is not None else itertools.count(first_seed):
         story = new_story(seed, tuple(fault_names))
         if has_agents:
-            has_tenants = not seed % 2 and not story.settings.has_rows
-            settings = msgspec.structs.replace(story.settings, agents=True, tenants=has_tenants)
+            settings = msgspec.structs.replace(story.settings, agents=True, tenants=not seed % 2)
             story = msgspec.structs.replace(story, settings=settings)
         outcome = run_story(story, watches)
         so_far.num_stories += 1

@@ -143,7 +143,7 @@ def test_a_bad_image_is_that_tasks_failure_alone(
         (image(2, OUT, UNITS, pages[:-1]), "pages; it fills"),
         (image(3, OUT, UNITS[:2], pages), "an image has units of 2 rows; the layout has 3"),
         (dataclasses.replace(task(4, COPY, [0], [NUM_UNITS]), row=1), "units of the row 'window 10'"),
-        (dataclasses.replace(task(5, COPY, [0], [1]), row=4), "a copy of units of row 4"),
+        (dataclasses.replace(task(5, COPY, [0], [1]), row=4), "a task of units of row 4"),
     ]
     for each, said in bad:
         client.submit(each)

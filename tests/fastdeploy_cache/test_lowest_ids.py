@@ -12,7 +12,8 @@ from fastdeploy_cache.books.block_pool import BlockPool, Owner
 from fastdeploy_cache.books.id_table import IdTable, IdTableInPython, new_id_table
 from fastdeploy_cache.errors import BlockOwnerError
 
-OWNERS = (Owner.RUN, Owner.REQUEST, Owner.TASK, Owner.CALLER)
+OWNERS = (Owner.RUN, Owner.REQUEST, Owner.TASK, Owner.CALLER, Owner.CHECKPOINT)
+WHOLE = (Owner.RUN, Owner.CHECKPOINT)
 NUM_STEPS = 200
 TABLES = list(dict.fromkeys((new_id_table, IdTableInPython)))
 
@@ -38,7 +39,7 @@ class NaivePool:
     def give(self, ids: list[int], owner: Owner) -> None:
         for block_id in ids:
             self.owners[block_id] = owner
-        if owner is Owner.RUN:
+        if owner in WHOLE:
             self.marked.difference_update(ids)
 
     def free(self, ids: list[int]) -> None:
@@ -136,7 +137,7 @@ class Walk:
             naive.mark(ids)
         elif doing == 1 and self.rng.random() < 0.3:
             self.pool.note_stale()
-            naive.mark([i for i, each in enumerate(naive.owners) if each is not Owner.RUN])
+            naive.mark([i for i, each in enumerate(naive.owners) if each not in WHOLE])
         elif doing == 2:
             self.pool.soil_stale(at_most := self.rng.randint(1, 50))
             for block_id in [i for i in naive.ids_of(Owner.FREE) if i in naive.marked][:at_most]:

@@ -9,6 +9,7 @@ import pytest
 
 from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.held_tasks import Held
 from tests.rigs.hybrid_requests import BOTH, TEXT, computed, manager
 
@@ -274,3 +275,24 @@ def test_a_cpu_tier_that_is_too_small_is_refused() -> None:
     """For a checkpoint and a block: by the constructor, with the number to give."""
     with pytest.raises(ConfigError, match="the CPU pool has 2 blocks, and a checkpoint and one block take 4; give"):
         manager(BOTH, num_cpu_blocks=2)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
+def test_a_session_leaves_the_gpu_with_its_units(policy: str) -> None:
+    """Whether it has copies or gets them first: then it has neither blocks nor units on the GPU, and a prefetch brings
+    both back before they are asked for."""
+    with manager(**{**FIELDS, "cpu_write_policy": policy}) as cache:
+        cache.release(computed(cache, "text", TEXT))
+        cache.wait_for_transfers(10)
+        held = Held(cache, (TaskKind.SWAP_OUT, TaskKind.SWAP_IN))
+        cache.sessions.demote(TEXT)
+        held.go()
+        cache.check_invariants()
+        stats = cache.stats()
+        assert stats.gpu.num_free == stats.gpu.num_blocks and all(row.num_held == 0 for row in stats.rows)
+        assert cache.sessions.prefetch(TEXT).num_cpu_tokens == 16
+        held.go()
+        request, match = match_of(cache, "again", TEXT)
+        assert match.num_gpu_tokens == 16
+        cache.release(request)
+        cache.check_invariants()

@@ -72,8 +72,10 @@ class Device(Protocol):
         """
         ...
 
-    def wipe(self, gpu_ids: Int32Array, cpu_ids: Int32Array) -> int:
+    def wipe(self, gpu_ids: Int32Array, cpu_ids: Int32Array, row: int = 0) -> int:
         """Overwrite these blocks with zeros. Returns their bytes. By the thread of SWAP_OUT.
+
+        With a `row` behind the full one `gpu_ids` are units of that one.
 
         Raises:
             DeviceError: an id outside its pool, and nothing was overwritten; or the hardware failed.
@@ -97,7 +99,7 @@ class Device(Protocol):
 def copy_task(device: Device, task: TransferTask, on_layer: Callable[[int], None]) -> int | ImageMove:
     """Do a task: the bytes moved, or of a checkpoint the steps, which return them."""
     if task.kind is TaskKind.WIPE:
-        return device.wipe(task.destination_ids, task.source_ids)
+        return device.wipe(task.destination_ids, task.source_ids, task.row)
     if task.units:
         return device.move_image(task.kind, CheckpointImage.of(task), on_layer)
     if task.row:
@@ -115,19 +117,32 @@ def check_ids(
     _check_lengths(source_ids, destination_ids)
 
 
-def check_wiped(gpu_ids: Int32Array, cpu_ids: Int32Array, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
-    """Raise `DeviceError` for ids outside the pools of their tiers."""
-    _check_pool("GPU", num_gpu_blocks, gpu_ids)
-    _check_pool("CPU", num_cpu_blocks, cpu_ids)
+def wiped_bytes(
+    layout: RankLayout, row: int, gpu_ids: Int32Array, cpu_ids: Int32Array, num_blocks: tuple[int, int]
+) -> int:
+    """The bytes of what is to be wiped; raises `DeviceError` for ids outside the pools of their tiers, or the row.
+    `num_blocks`: of the pools of full blocks, by tier."""
+    if row:
+        _check_row(layout, row)
+        check_units(layout, row, gpu_ids)
+    else:
+        _check_pool("GPU", num_blocks[0], gpu_ids)
+    _check_pool("CPU", num_blocks[1], cpu_ids)
+    on_gpu = layout.unit_bytes(row) if row else layout.block_bytes
+    return len(gpu_ids) * on_gpu + len(cpu_ids) * layout.block_bytes
 
 
 def check_unit_ids(layout: RankLayout, row: int, source_ids: Int32Array, destination_ids: Int32Array) -> None:
     """The same of the units of a row behind the full one."""
-    if not 0 < row < len(layout.rows):
-        raise DeviceError(f"a copy of units of row {row}; the layout's rows behind the full one are {layout.rows[1:]}")
+    _check_row(layout, row)
     check_units(layout, row, source_ids)
     check_units(layout, row, destination_ids)
     _check_lengths(source_ids, destination_ids)
+
+
+def _check_row(layout: RankLayout, row: int) -> None:
+    if not 0 < row < len(layout.rows):
+        raise DeviceError(f"a task of units of row {row}; the layout's rows behind the full one are {layout.rows[1:]}")
 
 
 def _check_lengths(source_ids: Int32Array, destination_ids: Int32Array) -> None:

@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from fastdeploy_cache.ipc.codec import Int32Array
 from fastdeploy_cache.transfer_manager.crew import Crew
-from fastdeploy_cache.transfer_manager.device.base import Device, check_ids, check_unit_ids, check_wiped
+from fastdeploy_cache.transfer_manager.device.base import Device, check_ids, check_unit_ids, wiped_bytes
 from fastdeploy_cache.transfer_manager.device.images import CheckpointImage, ImageMap, ImageMove, UnitPieces
 from fastdeploy_cache.transfer_manager.device.pieces import Bytes, Pairs, Route, copy_pieces
 from fastdeploy_cache.transfer_manager.device.strips import Step, Strip, leading_strips, load_steps, whole_step
@@ -82,6 +82,9 @@ class CpuDevice(Device):
                 as_strided(self._images[strip.image_offset_bytes :], shape, strides),
             )
 
+    def _num_pieces(self, row: int) -> int:
+        return self._layout.num_units[row - 1] if row else self._num_gpu_blocks
+
     def _pieces(self, strip: Strip, num_blocks: int) -> Bytes:
         shape, strides = (num_blocks, *strip.shape), (strip.block_stride_bytes, *strip.strides)
         return as_strided(self._segments[strip.segment][strip.offset_bytes :], shape, strides)
@@ -136,22 +139,25 @@ class CpuDevice(Device):
 
     def _copy_leading(self, route: Route, num_tokens: int | None, row: int = 0) -> int:
         """Copy whole blocks, or their first tokens, within the GPU. Returns the bytes of one block that were copied."""
-        num_bytes, num_blocks = 0, self._layout.num_units[row - 1] if row else self._num_gpu_blocks
+        num_bytes = 0
         for strip in leading_strips(self._layout, self._places, num_tokens, row):
-            pieces = self._pieces(strip, num_blocks)
+            pieces = self._pieces(strip, self._num_pieces(row))
             copy_pieces(Pairs(pieces, pieces), route)
             num_bytes += strip.num_bytes
         return num_bytes
 
-    def wipe(self, gpu_ids: Int32Array, cpu_ids: Int32Array) -> int:
-        check_wiped(gpu_ids, cpu_ids, self._num_gpu_blocks, self._num_cpu_blocks)
-        for strip in leading_strips(self._layout, self._places, None):
-            self._pieces(strip, self._num_gpu_blocks)[gpu_ids] = 0
+    def wipe(self, gpu_ids: Int32Array, cpu_ids: Int32Array, row: int = 0) -> int:
+        num_blocks = self._num_gpu_blocks, self._num_cpu_blocks
+        num_bytes = wiped_bytes(self._layout, row, gpu_ids, cpu_ids, num_blocks)
+        for strip in leading_strips(self._layout, self._places, None, row):
+            self._pieces(strip, self._num_pieces(row))[gpu_ids] = 0
         self._images.reshape(self._num_cpu_blocks, self._block_bytes)[cpu_ids] = 0
-        return (len(gpu_ids) + len(cpu_ids)) * self._block_bytes
+        return num_bytes
 
     def move_image(self, kind: TaskKind, image: CheckpointImage, on_layer: Callable[[int], None]) -> ImageMove:
         steps = self._map.steps(kind, image)
+        if kind is TaskKind.SWAP_OUT:
+            self._images[self._map.rest(image)] = 0
         for step in steps:
             self._move(step.pieces, is_load=kind is TaskKind.SWAP_IN, crew=self._crews.get(kind.lane))
             on_layer(step.num_layers)

@@ -15,7 +15,7 @@ import numpy as np
 from fastdeploy_cache.errors import DeviceError, LayoutError
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.codec import Int32Array
-from fastdeploy_cache.transfer_manager.device.base import DeviceSetup, check_ids, check_unit_ids, check_wiped
+from fastdeploy_cache.transfer_manager.device.base import DeviceSetup, check_ids, check_unit_ids, wiped_bytes
 from fastdeploy_cache.transfer_manager.device.copy_kernel import KERNEL_ALIGNMENT, CopyKernel, PieceTable
 from fastdeploy_cache.transfer_manager.device.cuda_driver import Addresses, Cuda
 from fastdeploy_cache.transfer_manager.device.images import CheckpointImage, ImageMap, ImageMove, ImageStep
@@ -109,19 +109,21 @@ class CudaDevice:
         with self._quiet_at_failure(Lane.IN):
             return len(source_ids) * self._copy_leading(source_ids, destination_ids, num_tokens, row)
 
-    def wipe(self, gpu_ids: Int32Array, cpu_ids: Int32Array) -> int:
-        check_wiped(gpu_ids, cpu_ids, self._num_gpu_blocks, len(self._images))
-        stream = self._streams[Lane.OUT]
+    def wipe(self, gpu_ids: Int32Array, cpu_ids: Int32Array, row: int = 0) -> int:
+        num_blocks, stream = (self._num_gpu_blocks, len(self._images)), self._streams[Lane.OUT]
+        num_bytes = wiped_bytes(self._layout, row, gpu_ids, cpu_ids, num_blocks)
         with self._quiet_at_failure(Lane.OUT):
-            for strip in leading_strips(self._layout, self._places, None):
+            for strip in leading_strips(self._layout, self._places, None, row):
                 for address in self._on_gpu(strip, gpu_ids).tolist():
                     self._cuda.call("cuMemsetD8Async", address, 0, strip.row_bytes, stream)
             self._images[cpu_ids] = 0
             self._cuda.call("cuStreamSynchronize", stream)
-        return (len(gpu_ids) + len(cpu_ids)) * self._layout.block_bytes
+        return num_bytes
 
     def move_image(self, kind: TaskKind, image: CheckpointImage, on_layer: Callable[[int], None]) -> ImageMove:
         steps, event = self._map.steps(kind, image), self._events[kind.lane][0]
+        if kind is TaskKind.SWAP_OUT:
+            self._images.reshape(-1)[self._map.rest(image)] = 0
         for step in steps:
             with self._quiet_at_failure(kind.lane):
                 for on_gpu, in_pages, num_bytes in self._addresses_of(step):

@@ -92,6 +92,14 @@ class ImageMap:
         counts = [np.count_nonzero(units != LEFT_OUT) for units in image.units]
         return int(sum(count * size for count, size in zip(counts, self._unit_bytes, strict=True)))
 
+    def rest(self, image: CheckpointImage) -> slice:
+        """What an image that is stored leaves of its last page, in the memory of all pages. It is zeros then, or the
+        page would keep, and take to storage, what somebody else had there."""
+        if not len(image.pages):
+            return slice(0, 0)
+        end = (int(image.pages[-1]) + 1) * self._page_bytes
+        return slice(end - -self.num_bytes(image) % self._page_bytes, end)
+
     def steps(self, kind: TaskKind, image: CheckpointImage) -> list[ImageStep]:
         """How it is copied, in the model's order of layers, about `STEP_BYTES` at a time and never more.
 

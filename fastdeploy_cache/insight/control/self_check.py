@@ -6,7 +6,7 @@ from fastdeploy_cache.books.block_pool import REQUEST, TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.row_invariants import check_own_units, check_rows
 from fastdeploy_cache.callers.blocks import CallerBlocks
-from fastdeploy_cache.movement.cargo import CallersBlocks
+from fastdeploy_cache.movement.cargo import CallersBlocks, WipedBlocks
 from fastdeploy_cache.movement.images import ImageLanding
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.movement.unit_copies import UnitCopy
@@ -43,7 +43,9 @@ def check_all(
             check_rows(books.tree, books.rows, [*kept, *of_tasks, *(each for of in rows for each in of.anchors)])
             landed = [copy.units for of in rows for copy in of.copies if copy.has_landed]
             check_own_units(books.rows, REQUEST, [*landed, *[of.own for of in rows]])
-            callers = [each.cargo.units for each in held.transfers if isinstance(each.cargo, CallersBlocks)]
+            callers = [
+                each.cargo.units for each in held.transfers if isinstance(each.cargo, CallersBlocks | WipedBlocks)
+            ]
             of_peers = road.receives.held_units
             filled = [units for units in (*used, *[cargo.units for cargo in moving], *callers, *of_peers) if units]
             check_own_units(books.rows, TASK, filled)
