@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fastdeploy_cache.books.block_hash import namespace_label, root_hash
 from fastdeploy_cache.books.block_pool import CALLER, CHECKPOINT, REQUEST, RUN, TASK, BlockPool
 from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.row_books import RowBooks
@@ -145,6 +146,10 @@ class TenantStats:
             for namespace, tenant in shares.numbers.items()
         )
 
+    def label(self, block_size: int) -> str:
+        """What it is called where others see it."""
+        return namespace_label(root_hash(self.namespace, block_size))
+
     def by_tier(self) -> dict[str, dict[str, int]]:
         """The same by the tier's name, for JSON."""
         counts = {
@@ -264,6 +269,11 @@ class CacheStats:
     def unit_counts(self) -> list[tuple[str, str, int]]:
         """Row, state, units."""
         return [(row.name, state, n) for row in self.rows for state, n in row.by_state().items()]
+
+    def tenant_counts(self, block_size: int) -> list[tuple[str, str, str, int]]:
+        """Label, tier, kind, blocks."""
+        tiers = [(each.label(block_size), *of_tier) for each in self.tenants for of_tier in each.by_tier().items()]
+        return [(label, tier, kind, n) for label, tier, counts in tiers for kind, n in counts.items()]
 
     def rank_counts(self) -> list[tuple[int, bool, int]]:
         """Rank, whether it is up, restarts."""

@@ -79,6 +79,7 @@ class Picture:
     Attributes:
         blocks: tier, state, blocks now.
         units: row, state, units now, of a hybrid model.
+        tenants: namespace, tier, kind, blocks now, of namespaces that have a share.
         evictions: tier, kind, blocks so far.
         ranks: rank, whether it is up, restarts. None: nobody knows yet. Empty where there are no processes.
         processes: kind, rank, number of its state.
@@ -93,6 +94,7 @@ class Picture:
 
     blocks: Sequence[tuple[str, str, int]] = ()
     units: Sequence[tuple[str, str, int]] = ()
+    tenants: Sequence[tuple[str, str, str, int]] = ()
     checkpoints: CheckpointSums | None = None
     evictions: Sequence[tuple[str, str, int]] = ()
     ranks: Sequence[tuple[int, bool, int]] | None = None
@@ -143,9 +145,12 @@ def _block_families(picture: Picture, families: Families) -> list[Metric]:
     quarantined = "Blocks of ended tasks whose landing failed: nobody gets them any more"
     by_state = "Blocks by tier and state; pinned: held by requests, copies or pins"
     hashed = "Cached blocks whose hash storage, a peer or an adapter has asked for"
+    of_tenants, own = "Blocks of namespaces with a share, and of their shares", ("namespace", "tier", "kind")
+    tenants: dict[tuple[str, ...], float] = {tuple(key): n for *key, n in picture.tenants}
     return [
         families.gauge("blocks", by_state, ("tier", "state"), blocks),
         families.counter("evicted_blocks", text, ("tier", "kind"), evictions),
+        families.gauge("tenant_blocks", of_tenants, own, tenants),
         families.gauge("quarantined_blocks", quarantined, (), {(): picture.num_quarantined_blocks}),
         families.counter("hashed_blocks", hashed, (), {(): picture.num_hashed_blocks}),
         families.counter("hash_seconds", "Time spent on computing these hashes", (), {(): picture.hash_seconds}),

@@ -291,7 +291,11 @@ def test_every_metric_is_documented() -> None:
     }
     metrics, families = CacheMetrics(), set()
     picture = Picture(
-        blocks=[("gpu", "free", 1)], units=[("state", "free", 1)], ranks=[(0, True, 0)], processes=[("transfer", 0, 0)]
+        blocks=[("gpu", "free", 1)],
+        units=[("state", "free", 1)],
+        tenants=[("90f", "gpu", "used", 1)],
+        ranks=[(0, True, 0)],
+        processes=[("transfer", 0, 0)],
     )
     metrics.observe(lambda: picture)
     for family in metrics.collect():

@@ -199,6 +199,7 @@ class Seen:
         return Picture(
             blocks=stats.block_counts(),
             units=stats.unit_counts(),
+            tenants=stats.tenant_counts(self._config.block_size),
             checkpoints=stats.checkpoints,
             evictions=stats.eviction_counts(),
             ranks=stats.rank_counts(),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import CacheConfig, InsightConfig, PrefixCacheManager, Request
+from fastdeploy_cache.books.block_hash import namespace_label, root_hash
 from fastdeploy_cache.books.block_pool import REQUEST, BlockPool
 from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.books.id_table import new_id_table
@@ -109,6 +110,19 @@ def test_a_guarantee_is_kept_and_what_is_above_is_lent() -> None:
         assert shares is not None
         assert shares.num_used(GPU, 1) == 5
         assert [_serve(cache, "a", number, 5) for number in (2, 0, 1)] == [20, 0, 0]
+
+
+def test_metrics_tell_use_from_share_and_no_name() -> None:
+    """Blocks of each tenant by tier and kind, under the digits by which others know it."""
+    tenant = TenantConfig(namespace="a", guaranteed_gpu_share=0.25, max_gpu_share=0.5)
+    with _cache(tenant, num_cpu=8) as cache:
+        _serve(cache, "a", 0, 6)
+        (family,) = [each for each in cache.metrics.collect() if each.name == "fastdeploy_cache_tenant_blocks"]
+        found = {(each.labels["tier"], each.labels["kind"]): each.value for each in family.samples}
+        assert {each.labels["namespace"] for each in family.samples} == {namespace_label(root_hash("a", SIZE))}
+        gpu = {kind: found["gpu", kind] for kind in ("used", "evictable", "guaranteed", "most")}
+        assert gpu == {"used": 6, "evictable": 6, "guaranteed": 5, "most": 10}
+        assert found["cpu", "guaranteed"] == 0 and found["cpu", "most"] == 8 and len(found) == 8
 
 
 def test_a_tenant_stays_below_its_most() -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import os
 from typing import Any
 
-from fastdeploy_cache.books.block_hash import namespace_label, root_hash
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.insight.doctor.process_troubles import troubles_of
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
@@ -25,9 +24,7 @@ def status_document(stats: CacheStats, metrics: CacheMetrics, config: CacheConfi
         "troubles": [str(trouble) for trouble in troubles_of(stats.processes)],
         "tiers": {"gpu": stats.gpu.by_state(), "cpu": stats.cpu.by_state()},
         "rows": {row.name: row.by_state() for row in stats.rows},
-        "tenants": {
-            namespace_label(root_hash(each.namespace, config.block_size)): each.by_tier() for each in stats.tenants
-        },
+        "tenants": {each.label(config.block_size): each.by_tier() for each in stats.tenants},
         "storage": _storage_status(stats),
         "peers": _peer_status(metrics) if config.peer is not None else None,
         "hit_rates": dict(metrics.known_hit_rates()),
