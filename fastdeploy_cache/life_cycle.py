@@ -307,6 +307,7 @@ class LifeCycle:
         clock, wiper = self._books.clock, self._movement.wiper
         deadline = clock.now() + _checked("forget_namespace", timeout_seconds)
         with self._books:
+            self._books.check_open()
             try:
                 wiper.start()
             except RuntimeError as error:
@@ -319,10 +320,10 @@ class LifeCycle:
         while True:  # a turn removes some of it, and asks for what waits
             with self._books:
                 wiper.go_on()
-                num_waiting = wiper.num_waiting + sum(self._books.residency.num_doomed)
+                num_doomed = sum(self._books.residency.num_doomed)  # marked, and held by nobody
+                num_waiting, num_held = wiper.num_waiting + num_doomed, wiper.num_held - num_doomed
                 is_at_rest = not num_waiting and not self._is_moving_forgotten()
                 if is_at_rest or clock.now() >= deadline:
-                    num_held = wiper.num_held
                     break
             clock.sleep(_WIPE_SECONDS)
         return ForgetReport(

@@ -148,6 +148,11 @@ class BlockPool:
         `take_soiled`, and free when that frees them once more."""
         self._mark(np.frombuffer(ids, np.int32))
 
+    def untaint(self, ids: Iterable[int]) -> None:
+        """The reverse, of what is cached. Needs no memory."""
+        if self._marks:
+            self._unmark(ids)
+
     def note_stale(self) -> None:
         """The same of all that no run and no checkpoint has now: what they hold of before, nobody knows. Free ones are
         given out meanwhile, since nothing reads a block before it is written; and what is cached is written whole."""

@@ -313,12 +313,14 @@ class Checkpoints:
         while (checkpoint := run.checkpoint) is not None and checkpoint.end > num_blocks:
             self.drop(checkpoint, why)
 
-    def taint(self, runs: Iterable[Run]) -> None:
-        """Nobody else may see what the checkpoints of these hold: see `BlockPool.taint`."""
+    def ids_of(self, runs: Iterable[Run]) -> list[tuple[BlockPool, array[int]]]:
+        """What the checkpoints of these have in each pool: units, and pages."""
+        found: dict[BlockPool, set[int]] = {pool: set() for pool in (*[each.pool for each in self.pools], self.pages)}
         for checkpoint in (each for run in runs for each in chain_of(run)):
-            for pool, ids in self._views(checkpoint):
-                pool.pool.taint(ids)
-            self.pages.taint(array("i", checkpoint.pages or b""))
+            for units, ids in self._views(checkpoint):
+                found[units.pool].update(ids)  # neighbours share units
+            found[self.pages].update(array("i", checkpoint.pages or b""))
+        return [(pool, array("i", ids)) for pool, ids in found.items()]
 
     def drop_unpinned(self, run: Run, why: Loss) -> None:
         """A run is of an earlier epoch: what nobody pins of it goes, as nobody finds it any more."""

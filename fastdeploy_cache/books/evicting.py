@@ -106,7 +106,7 @@ def _remove_leaf(residency: Residency, tier: Tier, run: Run, gone: _Gone) -> Non
     policy, why = residency.policy, _LOSSES[tier]
     gone.ids.frombytes(run.cpu if tier else run.gpu)  # first of all: it may need memory
     gone.runs.append(run)
-    for left in residency.taps.left[1:]:  # `Ages`, the first, hears of all at once
+    for left in residency.taps.left_whole:  # `Ages` hears of all at once
         left(run, tier, 0, run.num_blocks, why)
     for ended in residency.taps.ended:
         ended(run, 0, why)
@@ -121,7 +121,7 @@ def _remove_leaves(residency: Residency, tier: Tier, runs: list[Run], gone: _Gon
     """The same of many, of which the policy needs not hear one by one."""
     why = _LOSSES[tier]
     gone.ids.frombytes(b"".join([run.cpu if tier else run.gpu for run in runs]))
-    all_left, all_ended = residency.taps.left[1:], residency.taps.ended[1:]  # `LostBlocks` hears of all at once, too
+    all_left, all_ended = residency.taps.left_whole, residency.taps.ended[1:]  # `LostBlocks` hears of all at once, too
     for run in runs if all_left or all_ended else ():
         for left in all_left:
             left(run, tier, 0, run.num_blocks, why)

@@ -96,7 +96,7 @@ class RowEviction:
         """Free so many units of a row or more: the coldest checkpoint leaves the GPU, and so on."""
         pool, graves = self._checkpoints.pools[row].pool, self._residency.graves
         wanted = pool.num_free + num_units
-        while pool.num_free < wanted and graves.open:
+        while pool.num_free < wanted and graves.open and not graves.frees_nothing:
             graves.clear(1)
         while pool.num_free < wanted:
             checkpoint = self._checkpoints.coldest(GPU, row)

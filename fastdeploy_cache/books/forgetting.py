@@ -60,11 +60,16 @@ def _note_stale(pools: Sequence[BlockPool], checkpoints: Checkpoints | None) -> 
 
 
 def _taint(pools: Sequence[BlockPool], checkpoints: Checkpoints | None, runs: Sequence[Run]) -> None:
-    of_tiers = [array("i", b"".join([run.packed_ids(tier) for run in runs])) for tier in TIERS]
-    for pool, ids in zip(pools, of_tiers, strict=True):  # behind all lists: what is marked and still cached is no room
-        pool.taint(ids)
-    if checkpoints is not None:
-        checkpoints.taint(runs)
+    """All of it, or nothing: what is marked and still found would count as room, and give none."""
+    marked = [(pools[tier], array("i", b"".join([run.packed_ids(tier) for run in runs]))) for tier in TIERS]
+    marked += checkpoints.ids_of(runs) if checkpoints is not None else []
+    try:
+        for pool, ids in marked:
+            pool.taint(ids)
+    except BaseException:
+        for pool, ids in marked:
+            pool.untaint(ids)
+        raise
 
 
 def _hide(residency: Residency, run: Run) -> None:

@@ -48,7 +48,7 @@ class Graves:
         self.open.insert(0, (None, roots))
 
     @property
-    def _frees_nothing(self) -> bool:
+    def frees_nothing(self) -> bool:
         """Whether all that is left to remove has to be wiped before it is free."""
         run, below = self.open[-1]
         first = run if run is not None else next(iter(below.values()), None)
@@ -99,7 +99,7 @@ class Graves:
         """Remove runs until so many more blocks of a tier are free, or nothing is left; returns how many are."""
         pool = self._pools[tier]
         before = pool.num_free
-        while self.open and pool.num_free - before < num_blocks and not self._frees_nothing:
+        while self.open and pool.num_free - before < num_blocks and not self.frees_nothing:
             self.clear(1)
         return pool.num_free - before
 

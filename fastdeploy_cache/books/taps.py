@@ -51,6 +51,7 @@ class Taps:
         began: a run has its first blocks in a tier: (run, tier, first, num_blocks).
         came: a run has `num_blocks` more blocks in a tier, from its block `first` on. After `began`.
         left: a run loses these in that tier, and has its tokens yet: (run, tier, first, num_blocks, why).
+        left_whole: those of `left` that also hear of a leaf that is evicted whole; to others `ended` says enough.
         ended: a run is about to lose its blocks from `first` on in all tiers, and their tokens: (run, first, why).
         hidden: nobody finds a run any more, whose blocks go when nobody holds them; children first: (run).
         parted: the first blocks of a run are those of a new one above it now: (upper, lower).
@@ -62,6 +63,7 @@ class Taps:
     began: tuple[Came, ...] = ()
     came: tuple[Came, ...] = ()
     left: tuple[Left, ...] = ()
+    left_whole: tuple[Left, ...] = ()
     ended: tuple[Ended, ...] = ()
     hidden: tuple[Hidden, ...] = ()
     parted: tuple[Shaped, ...] = ()

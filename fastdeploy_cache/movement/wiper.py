@@ -16,7 +16,7 @@ from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
 _AGAIN_SECONDS = 1.0  # between two looks while the ranks cannot be asked
-_IDLE_SECONDS = 60.0
+_IDLE_SECONDS, _STOP_SECONDS = 60.0, 5.0
 _FREE_SHARE = 4  # such a part of what is free is wiped at a time
 
 
@@ -38,6 +38,7 @@ class Wiper:
         self._places = [(books.pools[tier], tier, 0) for tier in TIERS]
         self._places += [(units.pool, GPU, row) for row, units in enumerate(rows, 1)]
         self._pools = [pool for pool, _, _ in self._places]
+        assert len({*self._pools}) == len(self._pools), "two rows have one pool: a unit of it would be wiped in one"
         for pool in self._pools:
             pool.on_soiled = self._note
         books.listen(Soiled, self._begin)
@@ -76,20 +77,21 @@ class Wiper:
             self._thread = thread
 
     def stop(self) -> None:
-        """Look no more. Safe to call twice."""
+        """Look no more. Safe to call twice, and from a callback."""
         self._ended.set()
         self._wake.set()
-        if self._thread is not None:
-            self._thread.join()
+        if self._thread is not None and self._thread is not threading.current_thread():  # it may call callers
+            self._thread.join(_STOP_SECONDS)
 
     @property
     def _is_behind(self) -> bool:
         return any(pool.num_soiled or pool.has_stale for pool in self._pools)
 
     def _run(self) -> None:
-        """Nothing may have changed but that the ranks are back."""
+        """Nothing may have changed but that the ranks are back. Now and then it looks anyway: a look may fail."""
         while not self._ended.is_set():
-            if self._wake.wait(_IDLE_SECONDS) and not self._ended.wait(_AGAIN_SECONDS):
+            self._wake.wait(_IDLE_SECONDS)
+            if not self._ended.wait(_AGAIN_SECONDS):
                 self._wake.clear()
                 self.mishaps.contain("landing", self._look_again)
 

@@ -96,6 +96,8 @@ class Anchors:
                 taken[number] = self._rows.take(number, self._num_new(active, number, num_blocks), REQUEST)
             new = tuple([RowTable(first_block, units.tolist()) for units in taken])
             for number, units in enumerate(taken):
+                if rows.is_forgotten and units:
+                    self._rows.checkpoints.pools[number].pool.taint(units)
                 if number not in self.state_rows:
                     rows.tables[number].extend(units)
                 rows.own[number].update(units)

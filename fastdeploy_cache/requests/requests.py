@@ -365,6 +365,8 @@ class Requests:
             if active.phase is WAITING:
                 self.matcher.settle(active)
             active.is_detached = True
+            if active.rows is not None:
+                active.rows.is_forgotten = True
         return len(found)
 
     def settle_all(self) -> None:

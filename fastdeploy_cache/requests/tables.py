@@ -61,4 +61,5 @@ class RequestRows(msgspec.Struct, eq=False):
     pending: Snapshot | None = None  # that no commit has reached
     newest: Snapshot | None = None  # of its output: published when it is released
     passed: Snapshot | None = None  # that became no checkpoint, and whose states are read once more
+    is_forgotten: bool = False  # with its namespace: what units it takes from then on are wiped when it frees them
     copies: Sequence[UnitCopy] = ()  # into units of its own, while the match is not settled

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
-import threading
-from array import array
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +10,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, Request, StorageConfig, TransferConfig
-from fastdeploy_cache.books.block_pool import BlockPool
-from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError
+from fastdeploy_cache.errors import ClosedError, ConfigError, OutOfBlocksError, RequestError
 from fastdeploy_cache.storage.forget_report import ForgetReport
 from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.cache_model import CacheModel
@@ -247,39 +243,12 @@ def test_what_is_forgotten_before_it_is_wiped_is_given_to_nobody() -> None:
     model.finish()
 
 
-def test_a_wipe_that_fails_is_repeated() -> None:
-    """A rank that fails a wipe gets it again, as soon as anything changes; until then the blocks are nobody's."""
-    model = CacheModel(2, 20, 0)
-    model.serve(list(range(20)), stays=False, patient=True, namespace="secret")
-    model.forget("secret")
-    assert [task.kind for task in model.client.tasks] == [TaskKind.WIPE]
-    model.land("rank died", 1)
-    assert not model.client.tasks  # not at once: it would fail again and again
-    model.check()
-    model.serve([5, 6, 7], stays=False, patient=True)
-    model.client.land_all()
-    model.finish()
-
-
-def test_a_wipe_that_gets_no_memory_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else happens in the cache, and nobody waits for the report: an alarm looks again."""
-    model, num_calls, is_tried = CacheModel(2, 20, 0), itertools.count(), threading.Event()
-    model.steps_may_fail = True
-    model.client.auto = True
-    model.serve(list(range(20)), stays=False, patient=True, namespace="secret")
-    take_soiled = BlockPool.take_soiled
-
-    def fail(pool: BlockPool) -> array[int]:
-        if next(num_calls) < 2:  # at the end of the turn, and when the verb looks what is left
-            raise MemoryError
-        is_tried.set()
-        return take_soiled(pool)
-
-    monkeypatch.setattr(BlockPool, "take_soiled", fail)
-    model.forget("secret")
-    assert not is_tried.is_set() and is_tried.wait(SECONDS)
-    assert model.cache.life.forget_namespace("secret", SECONDS).num_waiting_blocks == 0
-    model.finish()
+def test_a_closed_cache_forgets_nothing() -> None:
+    """It says that it is closed, at once."""
+    cache = PrefixCacheManager(_config(transfer_client="inline"))
+    cache.close()
+    with pytest.raises(ClosedError):
+        cache.life.forget_namespace("secret", SECONDS)
 
 
 def test_what_is_coming_from_a_store_joins_nothing() -> None:

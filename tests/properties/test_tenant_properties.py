@@ -33,6 +33,7 @@ class Guarantees:
         self._asker: int | None = None
         self._named, self.shares.next_victim = self.shares.next_victim, self.next_victim  # type: ignore[method-assign]
         residency.taps.left = (*residency.taps.left, self.left)
+        residency.taps.left_whole += (self.left,)
 
     def next_victim(self, tier: Tier, num_blocks: int, tenant: int | None) -> tuple[Run, int] | None:
         self._asker = tenant

@@ -20,6 +20,7 @@ class TapMirror:
         taps = tree.residency.taps
         taps.came += (self._came,)
         taps.left += (self._left,)
+        taps.left_whole += (self._left,)
         taps.ended += (self._ended,)
         taps.parted += (self._parted,)
         taps.joined += (self._joined,)

@@ -13,4 +13,5 @@ def share_out(tree: PrefixTree, shares: Shares, policies: TenantPolicies) -> Non
     tree.policy = residency.policy = policies
     residency.shares = shares
     taps.came, taps.left = (*taps.came, shares.came), (*taps.left, shares.left)
+    taps.left_whole += (shares.left,)
     policies.clear(residency.is_leaf, tree.split)
