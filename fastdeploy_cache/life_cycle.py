@@ -301,7 +301,7 @@ class LifeCycle:
 
         Waits until that has happened, or the time is over; what is left then goes on by itself, but for the store.
         Raises `ConfigError` for such a time, `RequestError` where `namespace` is no text, and `ControlError` where
-        there is no thread for it now; then nothing is forgotten.
+        there is no thread for it now; then nothing is forgotten. `ClosedError`: the cache is closed, or was meanwhile.
         """
         check_namespace(namespace)
         clock, wiper = self._books.clock, self._movement.wiper
@@ -316,13 +316,14 @@ class LifeCycle:
             num_gpu, num_cpu = forget_namespace(self._books, namespace)
             self._movement.mover.taint_forgotten()
             stored = self._storage.forget_namespace(namespace, deadline)
-        stored.done.wait(clock.seconds_to(deadline))
         while True:  # a turn removes some of it, and asks for what waits
             with self._books:
+                self._books.check_open()
+                is_answered = stored.go_on()
                 wiper.go_on()
                 num_doomed = sum(self._books.residency.num_doomed)  # marked, and held by nobody
                 num_waiting, num_held = wiper.num_waiting + num_doomed, wiper.num_held - num_doomed
-                is_at_rest = not num_waiting and not self._is_moving_forgotten()
+                is_at_rest = is_answered and not num_waiting and not self._is_moving_forgotten()
                 if is_at_rest or clock.now() >= deadline:
                     break
             clock.sleep(_WIPE_SECONDS)
@@ -333,7 +334,7 @@ class LifeCycle:
             num_requests=num_requests,
             num_waiting_blocks=num_waiting,
             num_stored_objects=stored.num_objects,
-            left=tuple(left_of(self._config, self._storage.settings, stored, num_waiting, num_held)),
+            left=tuple(left_of(self._config, self._storage.settings, stored, (num_requests, num_waiting, num_held))),
         )
 
     def _is_moving_forgotten(self) -> bool:

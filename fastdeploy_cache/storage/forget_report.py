@@ -46,15 +46,20 @@ def check_namespace(namespace: str) -> None:
 
 
 def left_of(
-    config: CacheConfig, storage: StorageConfig | None, stored: StorageForget, num_waiting: int, num_held: int
+    config: CacheConfig, storage: StorageConfig | None, stored: StorageForget, numbers: tuple[int, int, int]
 ) -> Iterator[str]:
-    """What may still have something of a namespace that was forgotten. `storage`: the settings of the store, if any."""
+    """What may still have something of a namespace that was forgotten. `storage`: the settings of the store, if any;
+    `numbers`: requests, blocks that wait, and blocks that are held."""
+    num_requests, num_waiting, num_held = numbers
     if num_waiting:
         yield f"not overwritten yet: {counted(num_waiting, 'block')}; the ranks will do it, and nobody gets them before"
+    if num_requests:
+        yield f"run on: {counted(num_requests, 'request')} of it; all that they have is overwritten when they end"
     if num_held:
         yield f"held by requests or callers: {counted(num_held, 'block')}, overwritten when they let them go"
     if not stored.done.is_set():
-        yield "the store has not answered in time; forget the namespace again"
+        what = "could not be asked" if stored.ask is not None else "has not answered"
+        yield f"the store {what} in time; forget the namespace again"
     elif stored.why_not:
         yield f"the store: {stored.why_not}"
     if storage is not None and storage.kind == "file" and storage.keys_file is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.storage.forget import StorageForget
 from fastdeploy_cache.storage.link import StorageLink
@@ -35,11 +37,18 @@ class StorageForgets:
         forget = StorageForget(namespace, self._books.clock.event())
         if not namespace:
             return forget.end(_NO_MARK)
-        if not self._link.can(TaskKind.FORGET):
+        if self._link.is_quiet or self._link.is_unfit:
             return forget.end("the store cannot be asked now; forget the namespace again later")
-        task = self._link.new_task(TaskKind.FORGET, namespace, b"", deadline=deadline)
-        self._link.outbox.put(task, self._asked, forget)
+        forget.ask = partial(self._ask, forget, deadline)
+        forget.go_on()
         return forget
+
+    def _ask(self, forget: StorageForget, deadline: float) -> bool:
+        if not self._link.can(TaskKind.FORGET):
+            return False
+        task = self._link.new_task(TaskKind.FORGET, forget.namespace, b"", deadline=deadline)
+        self._link.outbox.put(task, self._asked, forget)
+        return True
 
     def has_asked(self, task_id: int) -> bool:
         """Whether a task is one of these."""

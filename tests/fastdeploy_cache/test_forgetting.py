@@ -321,10 +321,39 @@ def test_what_may_be_elsewhere_is_named() -> None:
     assert any(each.startswith("the store: the default namespace has no mark in the names") for each in left)
     store.land_all()
     store.up = False
-    assert any("cannot be asked now" in each for each in model.cache.life.forget_namespace("a", 0).left)
+    assert any("could not be asked in time" in each for each in model.cache.life.forget_namespace("a", 0).left)
     model.cache.storage.detach()
     assert any("none is attached" in each for each in model.cache.life.forget_namespace("a", 0).left)
     model.finish()
+
+
+def test_a_store_that_comes_back_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is being started again when the namespace is forgotten: the verb waits for it, within its time."""
+    model = CacheModel(4, 24, 24)
+    store = SimulatedStorage(model.client)
+    model.cache.storage.attach(STORE, client=store)
+    store.land_all()
+    store.up, model.client.auto, asked = False, True, list[TaskKind]()
+
+    def sleep(_: float) -> None:
+        asked.extend(task.kind for task in store.tasks)
+        store.up = True
+        store.land_all()
+
+    monkeypatch.setattr(model.cache._books.clock, "sleep", sleep)
+    assert model.cache.life.forget_namespace("a", SECONDS).left == ()
+    assert asked == [TaskKind.FORGET]
+    model.finish()
+
+
+def test_a_forget_ends_with_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for a report hears that the cache was closed, and is promised nothing."""
+    cache = PrefixCacheManager(_config(transfer_client="inline"))
+    _serve(cache, "secret", SECRET, 1)
+    cache.life.pause(SECONDS)
+    monkeypatch.setattr(cache._books.clock, "sleep", lambda _: cache.close())
+    with pytest.raises(ClosedError):
+        cache.life.forget_namespace("secret", SECONDS)
 
 
 @pytest.mark.processes
