@@ -33,7 +33,7 @@ PRINTS = {
         "third request: 0 tokens from GPU, 192 from CPU; each key is right",
     ],
     "ahead_of_loads": [
-        "16 tokens are there, 976 are on their way",
+        "992 are or come",
         *(f"layer {layer}: in after N ms" for layer in range(8)),
         "the step counts: True",
     ],
@@ -96,12 +96,18 @@ def undefined_names(code: str) -> set[str]:
 @pytest.mark.processes
 @pytest.mark.parametrize("name", sorted(PRINTS))
 def test_an_example_prints_what_it_shows(name: str, tmp_path: Path) -> None:
-    """From another folder, with nothing but this package and NumPy; milliseconds apart, each line is as here."""
+    """From another folder, with nothing but this package and NumPy; but for what time decides, each line is as here."""
     command = [sys.executable, str(EXAMPLES[name])]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert [re.sub(r"[\d.]+ ms", "N ms", line) for line in done.stdout.splitlines()] == PRINTS[name]
+    assert [_without_time(line) for line in done.stdout.splitlines()] == PRINTS[name]
     assert not list(tmp_path.iterdir())
+
+
+def _without_time(line: str) -> str:
+    """Milliseconds, and how much of a load has come already, differ from run to run."""
+    there = re.fullmatch(r"(\d+) tokens are there, (\d+) are on their way", line)
+    return f"{int(there[1]) + int(there[2])} are or come" if there else re.sub(r"[\d.]+ ms", "N ms", line)
 
 
 def test_each_example_is_tried_and_linked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -138,7 +139,7 @@ def unpin(cache: RunningCache, name: Annotated[str, typer.Argument(help="Of the 
 
 @operating_app.command(epilog="Example: fastdeploy-cache forget acme")
 @spread
-def forget(cache: RunningCache, namespace: Annotated[str, typer.Argument(help="Of a tenant's requests.")]) -> int:
+def forget(cache: RunningCache, namespace: Annotated[str, typer.Argument(help="- reads it from stdin.")]) -> int:
     """Forget all that is cached of a namespace, and overwrite it.
 
     Exit status 0: nothing is left that the cache knows of; 1: refused; 3: nobody listens there; 4: something may be
@@ -146,7 +147,8 @@ def forget(cache: RunningCache, namespace: Annotated[str, typer.Argument(help="O
     """
     from fastdeploy_cache.launch.operating.text import forget_lines
 
-    found = cache.look("forget", namespace=namespace)
+    name = namespace if namespace != "-" else sys.stdin.readline().removesuffix("\n")  # others see arguments
+    found = cache.look("forget", namespace=name)
     cache.show(found, lambda: forget_lines(found))
     return SOMETHING_IS_WRONG if found["left"] else 0
 

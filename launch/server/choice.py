@@ -14,6 +14,7 @@ from fastdeploy_cache.launch.server.upstream import Place
 
 ROUTE_HEADER = "X-Cache-Route"
 _NOTHING = PrefixFound()
+_MOST_LOOKING = 32  # prompts that are looked up at a time: one takes some milliseconds
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,16 @@ class Chooser:
 
     def __init__(self, lookup: PrefixLookup | None = None, costs: Costs | None = None) -> None:
         """`lookup` knows what instances have; where it is None, they take turns."""
-        self.lookup, self._costs = lookup, costs or Costs()
+        self.lookup, self._costs, self._looking = lookup, costs or Costs(), asyncio.Semaphore(_MOST_LOOKING)
         self.num_routed: Counter[tuple[Place, str]] = Counter()
         self.num_tokens: Counter[tuple[Place, str]] = Counter()
 
     async def look_up(self, body: bytes, path: str) -> PromptKnown | None:
         """What is known of the prompts in a body."""
-        if self.lookup is None:
+        if self.lookup is None or self._looking.locked():  # it would wait for those before it
             return None
-        return await asyncio.to_thread(self.lookup.look_up, body, path)  # others are answered meanwhile
+        async with self._looking:
+            return await asyncio.to_thread(self.lookup.look_up, body, path)  # others are answered meanwhile
 
     def choose(self, instances: Instances, prompt: PromptKnown | None, *, may_lend: bool = False) -> Choice:
         """Those of one role in the order in which they are asked. Who has hung lately is last. `may_lend`: one of them

@@ -375,8 +375,11 @@ def test_the_command(tmp_path: Path) -> None:
         done = _forget(socket)
         assert (done.returncode, done.stdout) == (0, f"{found}\n")
         assert SECRET.tobytes() not in _bytes_of(cache, 1)
+        _serve(cache, "secret", SECRET, 1)
+        done = _forget(socket, "-", "secret\n")
+        assert (done.returncode, done.stdout) == (0, f"{found}\n"), "the name came by standard input"
 
 
-def _forget(socket: Path) -> subprocess.CompletedProcess[str]:
-    command = [*CLI, "forget", "secret", "--socket", str(socket)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def _forget(socket: Path, name: str = "secret", told: str = "") -> subprocess.CompletedProcess[str]:
+    command = [*CLI, "forget", name, "--socket", str(socket)]
+    return subprocess.run(command, input=told, capture_output=True, text=True, timeout=60, check=False)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import threading
 from contextlib import ExitStack
+from typing import cast
 
 import pytest
 
 from fastdeploy_cache.errors import ConfigError, LaunchError
 from fastdeploy_cache.events import PrefixFound
+from fastdeploy_cache.launch.server import choice
 from fastdeploy_cache.launch.server.choice import Chooser, Costs
 from fastdeploy_cache.launch.server.instances import Instances, Load
 from fastdeploy_cache.launch.server.options import RouteOptions
@@ -46,6 +49,27 @@ def test_a_prompt_goes_where_it_is() -> None:
     num_cached = 2 * (len(SECOND) // SIZE * SIZE)
     assert answer == {"by": pair.instances[1].url}
     assert route_said.endswith(f"prompt_tokens={2 * len(SECOND) + len(FIRST)}; cached_tokens={num_cached}")
+
+
+def test_look_ups_wait_for_few_others() -> None:
+    """While so many prompts are looked up, which takes long here, another one goes where its turn is, at once."""
+    known, go_on = PromptKnown(5), threading.Event()
+
+    class Slow:
+        def look_up(self, *_: object) -> PromptKnown:
+            assert go_on.wait(SECONDS)
+            return known
+
+    async def ask_often() -> tuple[list[PromptKnown | None], PromptKnown | None, PromptKnown | None]:
+        chooser = Chooser(cast("PrefixLookup", Slow()))
+        first = [asyncio.ensure_future(chooser.look_up(b"", "")) for _ in range(choice._MOST_LOOKING)]
+        await asyncio.sleep(0)
+        one_more = await chooser.look_up(b"", "")
+        go_on.set()
+        return await asyncio.gather(*first), one_more, await chooser.look_up(b"", "")
+
+    answers, one_more, later = asyncio.run(ask_often())
+    assert answers == [known] * choice._MOST_LOOKING and (one_more, later) == (None, known)
 
 
 @pytest.mark.processes
