@@ -125,7 +125,7 @@ def test_what_the_publisher_cannot_take_is_told_anew() -> None:
         os.kill(pid, signal.SIGCONT)
         wait_for(mirror, cache)
         assert feed.counts().num_dropped >= 1 and feed.counts().num_begun >= 2
-        assert mirror.find(prompt(1399, 2)).num_tokens == 2 * SIZE
+        assert mirror.find(prompt(number, 2)).num_tokens == 2 * SIZE
 
 
 def test_random_traffic_with_deaths() -> None:
