@@ -314,7 +314,6 @@ class LifeCycle:
                 raise ControlError(f"nothing was forgotten: what waits is wiped by a thread, and {error}") from error
             num_requests = self._requests.forget_namespace(namespace)
             num_gpu, num_cpu = forget_namespace(self._books, namespace)
-            self._movement.mover.taint_forgotten()
             stored = self._storage.forget_namespace(namespace, deadline)
         while True:  # a turn removes some of it, and asks for what waits
             with self._books:

@@ -30,7 +30,7 @@ def forget_namespace(books: Books, namespace: str) -> tuple[int, int]:
     books.note(NamespaceForgotten(namespace=namespace))
     tree.generations.begin(Reason.FORGOTTEN)  # callers' blocks do not say whose they are
     checkpoints = tree.residency.checkpoints
-    _note_stale(tree.pools, checkpoints)  # it may have had these before
+    _note_stale(tree.pools, checkpoints)  # it may have had these before; and tasks have what is on its way to it
     runs = list(root.children.values()) if root is not None else []
     for run in runs:
         runs.extend(run.children.values())

@@ -15,7 +15,6 @@ from fastdeploy_cache.books.block_pool import TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Change
 from fastdeploy_cache.books.path import Part
-from fastdeploy_cache.books.residency import FORGOTTEN
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
 from fastdeploy_cache.books.transfer import Cargo, Segment, Transfer
 from fastdeploy_cache.ipc.codec import Int32Array
@@ -156,18 +155,6 @@ class BlockMover:
         of_cpu, of_gpu = (ids, nothing) if tier is CPU else (nothing, ids)
         task = self._new_task(transfer, TaskKind.WIPE, of_cpu, of_gpu)
         self._send(transfer, dataclasses.replace(task, row=row))
-
-    def taint_forgotten(self) -> None:
-        """What is on its way to runs of forgotten namespaces, or from them, nobody else may see."""
-        for transfer in self.in_flight.values():
-            pool = self._tree.pools[transfer.tier]
-            for segment in transfer.segments:
-                if segment.run.epoch == FORGOTTEN:
-                    pool.taint(segment.ids)
-            for ids in transfer.kept:
-                pool.taint(ids)
-            if isinstance(transfer.cargo, OneBlock) and any(pin.run.epoch == FORGOTTEN for pin in transfer.cargo.pins):
-                pool.taint(transfer.cargo.block_ids)
 
     def send_image(
         self, transfer: Transfer, cargo: Cargo, kind: TaskKind, pages: array[int], units: Sequence[array[int]]

@@ -263,7 +263,6 @@ class PeerReceives:
         for mine in {*self._by_task.values(), *self._by_request.values()}:
             if mine.namespace == forgotten.namespace:
                 mine.generation = FORGOTTEN
-                self._tree.pools[0].taint(mine.ids)
                 if mine.task_id not in self._by_task:
                     self.forget(mine.receive.request_id)
 

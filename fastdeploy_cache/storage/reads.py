@@ -147,8 +147,6 @@ class StorageReads:
                 self.revoke(prefetch)
         if namespace is None:
             self._by_request.clear()
-        for piece in [each for each in self._pieces.values() if each.prefetch.namespace == namespace]:
-            self._pool.taint(piece.ids)
 
     def _cancel(self, prefetch: StoragePrefetch) -> None:
         self._link.cancel(prefetch.task_ids)
