@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 
 from fastdeploy_cache.ipc.codec import Int32Array
 
+MOST_NEWS_BYTES = 2**17  # of names, in one answer
 LEFT_OUT = -1  # in place of a unit that a load is not to fill
 
 
@@ -71,6 +72,21 @@ class TaskKind(Enum):
         return kind
 
 
+class StoreNews(NamedTuple):
+    """What has come to a rank's store and gone, as whoever listens is told: names of objects, joined.
+
+    Attributes:
+        opened_ns: when the process began; a later one tells all anew.
+        number: from 0 on; answers overtake each other.
+    """
+
+    listener: int
+    opened_ns: int
+    number: int
+    came: bytes
+    gone: bytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransferTask:
     """Copy block `source_ids[i]` to block `destination_ids[i]`, in all layers of the full row, on every rank.
@@ -87,7 +103,8 @@ class TransferTask:
     store asks for them the prompt's tokens up to there (int32, little-endian), and the ids of one tier only. A LOOKUP
     for a checkpoint has in `detail` a byte for each block: see `NO_STOP` in `storage.keys`. What else
     a peer process has to know is in `detail`, too (`fastdeploy_cache.transfer_manager.peer.messages`). `owner` says
-    whose blocks these are: see `storage.keys.owner_mark`.
+    whose blocks these are: see `storage.keys.owner_mark`. `listener` is who is to be told what the store has, and 0
+    nobody; a higher number than before is told all.
 
     `deadline` is on the clock of `SYSTEM_CLOCK.now()`, which all processes of a machine share.
     """
@@ -105,6 +122,7 @@ class TransferTask:
     units: tuple[Int32Array, ...] = ()
     row: int = 0
     owner: bytes = b""
+    listener: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +135,7 @@ class RankResult:
             it began, or in a process that died of another one.
         counts: what the store says of itself, see `StorageStats`.
         peer: of a send, the name of the instance that read it.
+        news: of a task of storage that has a listener.
     """
 
     rank: int
@@ -127,6 +146,7 @@ class RankResult:
     was_tried: bool = True
     counts: dict[str, int] | None = None
     peer: str = ""
+    news: StoreNews | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

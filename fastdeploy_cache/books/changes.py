@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from fastdeploy_cache.books.checkpoint import Checkpoint
 from fastdeploy_cache.books.run import Pin, Tier
+from fastdeploy_cache.transfer_manager.task import StoreNews
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +79,27 @@ class NamespaceForgotten(Change):
 @dataclass(slots=True, eq=False, kw_only=True)
 class Soiled(Change):
     """Blocks have been freed whose bytes nobody else may see."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class StoreHeard(Change):
+    """Somebody listens to what a store has from now on, under this number."""
+
+    listener: int
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class StoreChanged(Change):
+    """One of `num_ranks` says what has come to its store and gone."""
+
+    rank: int
+    num_ranks: int
+    news: StoreNews
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class StoreDetached(Change):
+    """There is no store any more."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -25,6 +25,8 @@ class RecordTag(IntEnum):
     GONE = 3
     PARTED = 4
     JOINED = 5
+    STORE = 6
+    STORE_GONE = 7
 
 
 class Began(msgspec.Struct, array_like=True, tag=int(RecordTag.BEGAN)):
@@ -81,7 +83,22 @@ class RunsJoined(msgspec.Struct, array_like=True, tag=int(RecordTag.JOINED)):
     num_above: int
 
 
-Record = Began | TreeCleared | RunTold | RunGone | RunParted | RunsJoined
+class StoreTold(msgspec.Struct, array_like=True, tag=int(RecordTag.STORE)):
+    """What one of `num_ranks` says of its store; see `StoreNews`."""
+
+    rank: int
+    num_ranks: int
+    opened_ns: int
+    number: int
+    came: bytes
+    gone: bytes
+
+
+class StoreGone(msgspec.Struct, array_like=True, tag=int(RecordTag.STORE_GONE)):
+    """No store is attached any more."""
+
+
+Record = Began | TreeCleared | RunTold | RunGone | RunParted | RunsJoined | StoreTold | StoreGone
 Note = tuple[Any, ...]  # a record as it is noted, which is packed later
 
 

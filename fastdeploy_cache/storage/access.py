@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES, BlockHasher
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import StoreHeard
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError, NotEnoughMemoryError, StorageError
@@ -49,7 +50,16 @@ class StorageAccess:
         self._given: StorageConfig | None = None  # the settings of a store whose processes we start
         self._had_one = False  # a store that is attached no more
         self._is_attaching = self._has_warned = False
+        self._listener = 0
+        books.listen(StoreHeard, self._on_heard)
         self.is_attached = False  # whether there is a store, whether or not it works now
+
+    def _on_heard(self, heard: StoreHeard) -> None:
+        self._listener = heard.listener
+        for tier in (*self._beside, self._tier):
+            if not isinstance(tier, NoTier):
+                tier.link.listener = heard.listener
+                tier.ask_news()
 
     # -- verbs
 
@@ -103,6 +113,7 @@ class StorageAccess:
             )
         tier = StorageTier(config, storage, self._books, client, self._movement)
         with self._books:
+            tier.link.listener = self._listener
             self._beside.append(tier)  # its probes own blocks before `start` has come back
         try:
             client.start(tier.on_result, tier.on_ready)

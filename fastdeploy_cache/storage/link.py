@@ -22,7 +22,7 @@ from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.storage.keys import owner_mark
-from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import MOST_NEWS_BYTES, TaskKind, TransferResult, TransferTask
 
 logger = event_log(__name__)
 
@@ -54,9 +54,11 @@ class StorageLink:
         self.counts: dict[int, dict[str, int]] = {}  # by rank: what its store says of itself
         self.ended_counts = Counter[str]()  # of these, what the processes before them had counted
         self.is_quiet = False  # nothing is to be started
+        self.listener = 0  # who is told what the store has; 0: nobody
         self._has_rows = books.rows is not None
         self._next_task_id = 1
         self._probes: dict[int, array[int]] = {}
+        self._news_asked: dict[int, None] = {}
         self.is_detached = False  # a store whose thread was held up may open after that: nobody would own a probe then
 
     def close(self) -> None:
@@ -87,8 +89,8 @@ class StorageLink:
 
     @property
     def is_probing(self) -> bool:
-        """Whether a probe is on its way."""
-        return bool(self._probes)
+        """Whether a probe, or a question for news, is on its way."""
+        return bool(self._probes or self._news_asked)
 
     def can(self, kind: TaskKind) -> bool:
         """Whether to give it a task now. Where it was left alone for long enough, a probe is sent."""
@@ -175,6 +177,23 @@ class StorageLink:
             elif opened == known:  # answers overtake each other
                 self.counts[rank] = counts | {name: max(counts.get(name, 0), before.get(name, 0)) for name in _RISING}
 
+    def ask_news(self) -> None:
+        """Ask what the store has, where somebody listens: no other task may come that would bring it."""
+        is_away = self.is_quiet or self.is_detached or not self.client.available
+        if self.listener and not self._news_asked and not is_away:
+            self.outbox.put(self.new_task(TaskKind.LOOKUP, "", b""), self._news_asked, None)
+
+    def end_news(self, result: TransferResult) -> bool:
+        """Whether this was such a question. Where more is to be told, it is asked once more."""
+        if result.task.task_id not in self._news_asked:
+            return False
+        del self._news_asked[result.task.task_id]
+        self._note_counts(result)
+        news = [each.news for each in result.ranks if each.news is not None]
+        if any(len(each.came) + len(each.gone) >= MOST_NEWS_BYTES for each in news):
+            self.ask_news()
+        return True
+
     def note_read(self, result: TransferResult) -> None:
         """How long the slowest rank took for how many bytes."""
         slowest = max(result.ranks, key=lambda r: r.seconds)
@@ -206,4 +225,5 @@ class StorageLink:
             priority=priority,
             detail=detail,
             owner=owner_mark(namespace),
+            listener=self.listener,
         )

@@ -22,6 +22,7 @@ from fastdeploy_cache.events.questions import Answer
 from fastdeploy_cache.events.wire import MEDIA, BlockName, BlockRemoved, BlockStored, Event, encode_batch
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.launch.faults.told_stores import ToldStores
 from fastdeploy_cache.transfer_manager.kv.groups import Row
 
 Units = dict[tuple[int, BlockName], int]
@@ -131,12 +132,13 @@ class Listeners:
         self.tap = EventTap(tree, lambda: None, _MOST_WAITING)
         self.tap.hang()
         self.num_looks = self.num_restarts = self.num_lost = self.num_quiet = 0
+        self.stores = ToldStores(tree, self._random)
         self._publisher = self._new_publisher()
         self._listeners = [_Listener(self._publisher)]
 
     def _new_publisher(self) -> _Publisher:
         self.num_restarts += 1
-        self.tap.begin()
+        self._begin()
         return _Publisher(self.num_restarts, self._scheme, self._rows)
 
     def check(self) -> None:
@@ -148,7 +150,8 @@ class Listeners:
         self.num_looks += 1
         draw = self._random.random
         if self.num_looks % _BEGIN_EVERY == 0 or not self.tap.is_on:  # too much was waiting
-            self.tap.begin()
+            self._begin()
+        self.stores.live()
         if draw() < 0.4:
             self._publish()
         for listener in self._listeners:
@@ -162,9 +165,15 @@ class Listeners:
         if self.num_looks % _QUIET_EVERY == 0:
             self._be_quiet()
 
+    def _begin(self) -> None:
+        """All is told anew, of the stores, too."""
+        self.tap.begin()
+        self.stores.begin()
+
     def _take(self) -> None:
         """A record or two, so that some runs are told while others have changed again."""
-        delivery = decode_delivery(encode_notes(0, self.tap.take(self._random.randrange(1, 4), 2**20)))
+        notes = self.tap.take(self._random.randrange(1, 4), 2**20)
+        delivery = decode_delivery(encode_notes(0, notes + self.stores.take()))
         for record in delivery.records:
             self._publisher.tree.apply(record)
 
@@ -205,15 +214,17 @@ class Listeners:
         """All is told, and nothing gets lost any more."""
         self.num_quiet += 1
         if not self.tap.is_on:
-            self.tap.begin()
+            self._begin()
+        self.stores.be_quiet()
         self._take()  # a reset is found by it, where nothing else has said so
-        while self.tap.is_behind:
+        while self.tap.is_behind or self.stores.is_behind:
             self._take()
         for _ in range(2):
             message = self._publisher.publish(self._publisher.tree.take())
             for listener in self._listeners:
                 listener.coming.append(message)
         expected = expected_of(self._tree, self._rows)
+        self.stores.check(expected[0], known_to(self._publisher.index)[0])
         assert known_to(self._publisher.index) == expected, "events tell something else than the tree has"
         for listener in self._listeners:
             while listener.coming or not listener.follower.is_current:

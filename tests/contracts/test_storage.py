@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from fastdeploy_cache.errors import StorageError, StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage import open_storage
 from fastdeploy_cache.transfer_manager.storage.base import Blocks, seal
-from fastdeploy_cache.transfer_manager.storage.keys import owned, owner_mark
+from fastdeploy_cache.transfer_manager.storage.keys import is_page, owned, owner_mark, page_names
+from fastdeploy_cache.transfer_manager.storage.news import news_of
 from tests.rigs.faulty_storage import FaultyStorage
 from tests.rigs.places import MemoryPlace, Place
 
@@ -329,3 +331,37 @@ def test_what_an_owner_has_is_removed(place: Place) -> None:
     again, prompt = place.open(place.space(5000))
     prompt.hashes = [owned(name, mark) for name, mark in zip(prompt.hashes, marks, strict=True)]
     assert list(again.find(prompt.hashes)) == [mark == theirs for mark in marks]
+
+
+def test_news_are_what_came_and_went(place: Place) -> None:
+    """Whoever listens knows at any time what is there: first all of it, then what has changed; pages are not told."""
+    store, prompt = place.open(place.space(5000))
+    if news_of(store, 1) is None:
+        assert "file" not in place.kind  # others write to the same servers
+        return
+    prompt.hashes[5:7] = page_names(prompt.hashes[5], 2)
+    known, number = set[bytes](), itertools.count(1)
+
+    def told(listener: int) -> set[bytes]:
+        while (news := news_of(store, listener)) is not None:
+            assert news.number == next(number)
+            for at in range(0, len(news.gone), 32):
+                known.discard(news.gone[at : at + 32])
+            known.update(news.came[at : at + 32] for at in range(0, len(news.came), 32))
+        return known
+
+    blocks = [name for name in prompt.hashes if not is_page(name)]
+    assert len(blocks) == len(prompt.hashes) - 2
+    store.write(prompt.blocks())
+    assert told(1) == set(blocks)
+    store.remove(blocks[:3])
+    assert told(1) == set(blocks[3:])
+    store.write(prompt.blocks(0, 2))
+    store.remove(blocks[1:2])
+    assert told(1) == {blocks[0], *blocks[3:]}
+    known, number = set(), itertools.count(0)
+    assert told(2) == {blocks[0], *blocks[3:]} and news_of(store, 1) is None
+    store.close()
+    again, prompt = place.open(place.space(5000))
+    news = news_of(again, 1)
+    assert news is not None and news.number == 0 and len(news.came) == 32 * len(known)

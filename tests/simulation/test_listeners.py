@@ -13,9 +13,12 @@ from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.errors import CodecError, OutOfBlocksError
 from fastdeploy_cache.events.feed.tap import EventTap
 from fastdeploy_cache.events.follower import Follower
+from fastdeploy_cache.events.journal import StoreTold
 from fastdeploy_cache.events.publisher.node import Node
+from fastdeploy_cache.events.publisher.store import ToldStore
 from fastdeploy_cache.events.publisher.tree import ToldTree
 from fastdeploy_cache.launch.faults.listeners import Listeners
+from fastdeploy_cache.transfer_manager.storage.news import NewsLog
 from tests.rigs.row_walk import RowWalk
 
 _SIZE, _NUM_STEPS = 4, 4000
@@ -52,6 +55,7 @@ def live(seed: int, num_steps: int) -> Listeners:
 def test_nothing_is_found_today() -> None:
     """Messages were lost, publishers died, and there were quiet moments."""
     listeners = live(1, _NUM_STEPS)
+    assert listeners.stores.num_told > 50 and listeners.stores.num_lasting > 20
     assert listeners.num_lost > 50 and listeners.num_restarts > 20 and listeners.num_quiet > 50
 
 
@@ -72,7 +76,23 @@ def _tells_of_parents_only(tap: EventTap, run: object) -> Iterator[None]:
     return iter(())
 
 
+def _is_sure(*_: object) -> bool:
+    return True
+
+
+def _is_deaf_to_names(*_: object, is_there: bool) -> None:
+    return None
+
+
+def _takes_in_what_comes(store: ToldStore, told: StoreTold) -> None:
+    rank = store._ranks.get(told.rank)
+    if rank is not None and rank.opened_ns == told.opened_ns:
+        rank.number = told.number
+    _TAKE_IN(store, told)
+
+
 _FREEZE = ToldTree.freeze
+_TAKE_IN = ToldStore.take_in
 
 
 @pytest.mark.parametrize(
@@ -88,6 +108,11 @@ _FREEZE = ToldTree.freeze
         (EventTap, "_untold_below", _tells_of_parents_only),
         (Node, "cut", _is_deaf),
         (ToldTree, "freeze", _tells_gpu_alone),
+        (ToldStore, "learn", _is_deaf),
+        (ToldStore, "leave", _is_deaf),
+        (ToldStore, "_is_known", _is_sure),
+        (ToldStore, "take_in", _takes_in_what_comes),
+        (NewsLog, "note", _is_deaf_to_names),
     ],
     ids=lambda part: part if isinstance(part, str) else None,
 )

@@ -10,7 +10,7 @@ from fastdeploy_cache.ipc.clock import Clock
 from fastdeploy_cache.transfer_manager.process.setup import ProcessSetup
 from fastdeploy_cache.transfer_manager.process.wire import DoneMessage, TaskMessage
 from fastdeploy_cache.transfer_manager.process.words import RankSignal
-from fastdeploy_cache.transfer_manager.task import RankResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import RankResult, StoreNews, TransferTask
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,7 @@ class Moved(NamedTuple):
     num_blocks: int = 0
     seconds: float | None = None
     counts: dict[str, int] | None = None
+    news: StoreNews | None = None
 
 
 Steps = Generator[None, None, Moved]
@@ -108,6 +109,7 @@ class LaneTask:
             error=error,
             was_tried=was_tried,
             counts=moved.counts,
+            news=moved.news,
         )
         return DoneMessage(task.task_id, self._incarnation, result)
 

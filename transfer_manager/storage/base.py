@@ -59,6 +59,14 @@ class StorageStats:
     num_full_disks: int = 0  # now: 1 where it writes less than it should, as its disk has no room
 
 
+class News(NamedTuple):
+    """What has come to a store and gone: names of objects, joined. `number` counts; 0: nothing was told before."""
+
+    number: int
+    came: bytes
+    gone: bytes
+
+
 class Storage(Protocol):
     """Keeps blocks by their hashes, within one key space. Opened as `Store(options, space, segment)`.
 
@@ -100,6 +108,11 @@ class Storage(Protocol):
         """Remove all objects of these weights, in every space, that have this mark in their names
         (`keys.owner_mark`), and overwrite their bytes where the store can; returns how many. A store that has no such
         method keeps what it has of a namespace that is forgotten."""
+        ...
+
+    def news(self, listener: int) -> News | None:
+        """What has come and gone since this listener asked last; with a higher number than any before, all that there
+        is. Any thread. A store that cannot say what it has at any time, as others write to it, has no such method."""
         ...
 
     def stats(self) -> StorageStats:

@@ -16,6 +16,7 @@ from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 from fastdeploy_cache.transfer_manager.storage import open_storage
 from fastdeploy_cache.transfer_manager.storage.base import (
     Blocks,
+    News,
     Segment,
     StorageStats,
     Written,
@@ -24,6 +25,7 @@ from fastdeploy_cache.transfer_manager.storage.base import (
 )
 from fastdeploy_cache.transfer_manager.storage.config import ENCRYPTED_BYTES, NONCE_BYTES
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.transfer_manager.storage.news import news_of
 from fastdeploy_cache.transfer_manager.storage.tenant_keys import TenantKeys, read_keys
 
 logger = logging.getLogger(__name__)
@@ -189,6 +191,10 @@ class EncryptedStorage:
     def clear(self, weights_id: str) -> int:
         """See `Storage`."""
         return self._store.clear(weights_id)
+
+    def news(self, listener: int) -> News | None:
+        """See `Storage`."""
+        return news_of(self._store, listener)
 
     def stats(self) -> StorageStats:
         """See `StorageStats`. What a key did not open counts as damaged, and what had no key as declined."""

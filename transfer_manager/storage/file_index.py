@@ -12,8 +12,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 
+from fastdeploy_cache.transfer_manager.storage.base import News
 from fastdeploy_cache.transfer_manager.storage.file_journal import Put
 from fastdeploy_cache.transfer_manager.storage.keys import is_owned
+from fastdeploy_cache.transfer_manager.storage.news import NewsLog
 
 
 class Index:
@@ -25,6 +27,7 @@ class Index:
         self._fresh: dict[int, Put] = {}
         self._free: list[int] = []
         self._retired: list[int] = []
+        self._news: NewsLog | None = None  # since somebody listens
         self.was_touched = False  # the order of use is another than that of the journal
 
     def restore(self, puts: Sequence[Put], free: Iterable[int]) -> None:
@@ -95,6 +98,9 @@ class Index:
                     self._entries[block_hash] = self._fresh[put.slot] = put
                 if block_hash in self._entries:
                     self._entries.move_to_end(block_hash)
+            if self._news is not None:
+                for block_hash in new:
+                    self._news.note(block_hash, is_there=True)
 
     def remove(self, hashes: Iterable[bytes]) -> int:
         """Forget objects; returns how many were there."""
@@ -135,10 +141,19 @@ class Index:
 
     def _forget(self, put: Put) -> None:
         del self._entries[put.block_hash]
+        if self._news is not None:
+            self._news.note(put.block_hash, is_there=False)
         if self._fresh.pop(put.slot, None) is not None:
             self._free.append(put.slot)
         else:
             self._retired.append(put.slot)
+
+    def news(self, listener: int) -> News | None:
+        """See `Storage.news`."""
+        with self._lock:
+            if self._news is None or listener > self._news.listener:
+                self._news = NewsLog(listener, self._entries)
+            return self._news.take() if listener == self._news.listener else None
 
     def fresh(self) -> list[Put]:
         """What no commit has taken up yet."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache.errors import StorageError, StorageGoneError, StorageRefusedError
-from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, StorageStats, Written
+from fastdeploy_cache.transfer_manager.storage.base import Blocks, News, Segment, StorageStats, Written
 from fastdeploy_cache.transfer_manager.storage.config import slot_bytes_of
 from fastdeploy_cache.transfer_manager.storage.file_admission import Admission
 from fastdeploy_cache.transfer_manager.storage.file_commit import Commits
@@ -260,6 +260,10 @@ class FileStorage:
                 if num_there and remove_space(self._disk, path):
                     num_removed += num_there
         return num_removed
+
+    def news(self, listener: int) -> News | None:
+        """See `Storage`."""
+        return self._index.news(listener)
 
     def stats(self) -> StorageStats:
         """See `Storage`."""

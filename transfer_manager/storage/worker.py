@@ -23,8 +23,9 @@ from fastdeploy_cache.transfer_manager.process.main import serve_process
 from fastdeploy_cache.transfer_manager.storage import open_storage
 from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, Storage, find_each, remove_owned
 from fastdeploy_cache.transfer_manager.storage.keys import BARE_STOP, NO_STOP, PROBE_OWNER, is_page, owned, page_names
+from fastdeploy_cache.transfer_manager.storage.news import news_of
 from fastdeploy_cache.transfer_manager.storage.setup import StorageSetup, StoreReport
-from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
+from fastdeploy_cache.transfer_manager.task import StoreNews, TaskKind, TransferTask
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,9 @@ class StorageExecutor:
         else:
             raise StorageError(f"a storage process does not {kind.value}")
         counts = {name: value for name, value in dataclasses.asdict(store.stats()).items() if value is not None}
-        return moved._replace(counts=counts | {"opened_ns": self._opened_ns})
+        said = news_of(store, task.listener) if task.listener else None
+        news = StoreNews(task.listener, self._opened_ns, *said) if said is not None else None
+        return moved._replace(counts=counts | {"opened_ns": self._opened_ns}, news=news)
 
     def _count(self, task: TransferTask) -> int:
         """Leading blocks that are there or, where the task asks for a checkpoint, up to the deepest boundary among them

@@ -10,13 +10,13 @@ from collections import deque
 import numpy as np
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.changes import Forgotten, GpuForgotten, TierLost
+from fastdeploy_cache.books.changes import Forgotten, GpuForgotten, StoreChanged, StoreDetached, StoreHeard, TierLost
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.config.events import EventsConfig
 from fastdeploy_cache.errors import ConfigError, LifeCycleError
 from fastdeploy_cache.events.feed.owner import PublisherOwner
 from fastdeploy_cache.events.feed.tap import EventTap
-from fastdeploy_cache.events.journal import Note, encode_notes
+from fastdeploy_cache.events.journal import Note, RecordTag, encode_notes
 from fastdeploy_cache.events.names import NameScheme
 from fastdeploy_cache.events.publisher.setup import PublisherSetup
 from fastdeploy_cache.events.query_token import read_token
@@ -35,6 +35,7 @@ _IDLE_SECONDS, _FAILED_SECONDS = 60.0, 1.0
 _TURN_BYTES = 2**19  # of tokens that one turn copies: a tenth of a millisecond of the lock
 _TURN_RUNS = 64  # that one turn tells
 _MOST_IN_FLIGHT = 4  # messages to the publisher
+_MOST_STORE_NOTES = 512  # that wait, of 128 KiB at most
 _TASK_SECONDS = 20.0
 _START_SECONDS = 30.0
 _NO_IDS = np.empty(0, np.int32)
@@ -68,6 +69,8 @@ class EventFeed:
         self._num_sent = self._num_in_flight = self._num_dropped = self._sequence = 0
         self._answers: deque[TransferResult] = deque()  # put by the I/O thread
         self._is_new = self._is_closing = False  # the publisher knows nothing yet
+        self._listener = 0  # to the store: another one, which is told all, whenever all is told anew
+        self._of_store: deque[Note] = deque()  # put under the lock
 
     def _new_setup(self, incarnation: int, queue_fds: tuple[int, ...], signal_fd: int) -> PublisherSetup:
         events, data_parallel_id = self._events, self._transfer.data_parallel_id
@@ -102,6 +105,8 @@ class EventFeed:
             self.tap.hang()
         for change in (Forgotten, GpuForgotten, TierLost):  # whatever may have reset the tree
             self._books.listen(change, lambda _: self.tap.note_forgotten())
+        self._books.listen(StoreChanged, self._on_store)
+        self._books.listen(StoreDetached, lambda _: self._note_of_store((int(RecordTag.STORE_GONE),)))
         callbacks = Callbacks(self._on_result, on_ready=self._on_ready)
         io = self._processes.start(callbacks, _START_SECONDS)
         if io.start_failure is not None:
@@ -152,9 +157,11 @@ class EventFeed:
             logger.warning("event=events_dropped max=%d action=tell_all_anew", self._events.max_waiting_changes)
         if self._is_new and not self._begin():
             return
-        while self.tap.is_behind and self._num_in_flight < _MOST_IN_FLIGHT:
+        while (self.tap.is_behind or self._of_store) and self._num_in_flight < _MOST_IN_FLIGHT:
             with self._books:
                 notes = self.tap.take(_TURN_RUNS, _TURN_BYTES)
+            if self._of_store:  # behind `Began`, which comes with the first that is taken
+                notes.append(self._of_store.popleft())
             if notes:
                 self._submit(notes)
 
@@ -187,6 +194,9 @@ class EventFeed:
         try:
             with self._books:
                 self.tap.begin()
+                self._of_store.clear()
+                self._listener += 1
+                self._books.note(StoreHeard(listener=self._listener))
         except BaseException:
             self._is_new = True
             raise
@@ -206,6 +216,20 @@ class EventFeed:
                 detail=detail,
             )
         )
+
+    # -- the end of a turn
+
+    def _on_store(self, change: StoreChanged) -> None:
+        news = change.news
+        if news.listener == self._listener:
+            self._note_of_store((int(RecordTag.STORE), change.rank, change.num_ranks, *news[1:]))
+
+    def _note_of_store(self, note: Note) -> None:
+        if len(self._of_store) >= _MOST_STORE_NOTES:
+            self.tell_anew()
+            return
+        self._of_store.append(note)
+        self._wake.set()
 
     # -- the I/O thread of the process
 

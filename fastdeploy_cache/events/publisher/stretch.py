@@ -65,6 +65,15 @@ class Stretch(NamedTuple):
         return [each or None for each in keys]
 
 
+def joined(blocks: Sequence[Stretch]) -> Stretch:
+    """Single blocks, each behind the one before it, as one stretch."""
+    if len(blocks) == 1:
+        return blocks[0]
+    extras = {place: each.extras[0] for place, each in enumerate(blocks) if each.extras}
+    digests, tokens = b"".join([each.digests for each in blocks]), b"".join([each.tokens for each in blocks])
+    return Stretch(blocks[0].before, digests, tokens, extras or None, blocks[0].salt)
+
+
 def groups_of(rows: Sequence[Row]) -> dict[int, tuple[str, int]]:
     """Kind and window of each group behind the full one, as they are told."""
     return {number: (_KINDS[row.kind], row.reach_tokens) for number, row in enumerate(rows, start=1)}

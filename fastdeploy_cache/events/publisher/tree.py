@@ -7,14 +7,26 @@ from collections.abc import Iterator, Sequence
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES, TOKEN_BYTES
 from fastdeploy_cache.errors import CodecError
-from fastdeploy_cache.events.journal import Began, Record, RunGone, RunParted, RunsJoined, RunTold, TreeCleared
+from fastdeploy_cache.events.journal import (
+    Began,
+    Record,
+    RunGone,
+    RunParted,
+    RunsJoined,
+    RunTold,
+    StoreGone,
+    StoreTold,
+    TreeCleared,
+)
 from fastdeploy_cache.events.names import NameScheme
 from fastdeploy_cache.events.publisher.node import Node
+from fastdeploy_cache.events.publisher.store import ToldStore
 from fastdeploy_cache.events.publisher.stretch import Stretch, Teller, stretches
-from fastdeploy_cache.events.wire import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from fastdeploy_cache.events.wire import DISK_MEDIUM, MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from fastdeploy_cache.transfer_manager.kv.groups import Row
 
 _MOST_REMOVED = 2048  # blocks in one event
+_DISK = MEDIA.index(DISK_MEDIUM)
 Part = tuple[Stretch, str, int | None]  # with its medium and group
 
 
@@ -30,7 +42,8 @@ class ToldTree:
         Raises:
             ConfigError: names of that kind cannot be made.
         """
-        self._naming, self._rows, self._teller = scheme.names(), tuple(rows), Teller(scheme, rows)
+        self._scheme, self._rows = scheme, tuple(rows)
+        self._naming, self._teller, self._store = scheme.names(), Teller(scheme, rows), ToldStore(scheme)
         self._block_bytes = scheme.block_size * TOKEN_BYTES
         self._group = 0 if rows else None
         self._nodes: dict[int, Node] = {}
@@ -63,18 +76,33 @@ class ToldTree:
             self._tops.clear()
             self._num_units.clear()
             self._events.append(AllBlocksCleared())
+            if isinstance(record, Began):
+                self._store = ToldStore(self._scheme)
+            else:
+                self._store.forget_tree()
         else:
             self._take_in(record)
+        for digests, stretch in self._store.take():
+            if stretch is None:
+                self._remove(_DISK, self._group, digests)
+            else:
+                self._events.extend(self._teller.stored(stretch, MEDIA[_DISK], self._group))
 
-    def _take_in(self, record: RunTold | RunGone | RunParted | RunsJoined) -> None:
+    def _take_in(self, record: RunTold | RunGone | RunParted | RunsJoined | StoreTold | StoreGone) -> None:
         if isinstance(record, RunTold):
             self._tell(record)
         elif isinstance(record, RunGone):
             self._end(record.number)
         elif isinstance(record, RunParted):
             self._part(record)
-        else:
+        elif isinstance(record, RunsJoined):
             self._join(record)
+        elif isinstance(record, StoreTold):
+            if not self._store.is_open:
+                self._store.open(self._tops.values())
+            self._store.take_in(record)
+        else:
+            self._store.close()
 
     def freeze(self) -> list[Part]:
         """All that there is now, parents first: copies, the same ones until something changes. What is in several media
@@ -95,6 +123,7 @@ class ToldTree:
                 if first < end:
                     found.append((node.stretch(first, end), medium, self._group))
         found.extend(self._frozen_units(nodes) if self._rows else ())
+        found.extend((stretch, MEDIA[_DISK], self._group) for stretch in self._store.stretches())
         return found
 
     def stored(self, part: Part) -> Sequence[BlockStored]:
@@ -128,10 +157,12 @@ class ToldTree:
                 self._lift(node, place, tier)
         for tier, (first, end) in enumerate(spans):
             self._keep(node, tier, first, min(end, num_kept))
+        self._store.leave(node.digests[num_kept * HASH_BYTES :])
         node.cut(num_kept)
         if record.num_blocks > num_kept:
             new = record.tokens[(num_kept - record.first) * self._block_bytes :]
             node.grow(new, extras, self._naming)
+            self._store.learn(node, num_kept)
         for tier, (first, end) in enumerate(spans):
             self._fill(node, tier, first, end)
         for tier, anchors in enumerate(wanted):
@@ -187,6 +218,7 @@ class ToldTree:
             for place in list(there):
                 self._lift(node, place, tier)
             self._keep(node, tier, 0, 0)
+        self._store.leave(node.digests)
 
     def _part(self, record: RunParted) -> None:
         lower = self._node(record.lower)

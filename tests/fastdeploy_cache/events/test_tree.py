@@ -8,32 +8,16 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache.errors import CodecError
-from fastdeploy_cache.events.journal import Began, RunGone, RunParted, RunsJoined, RunTold
+from fastdeploy_cache.events.journal import Began, RunGone, RunParted, RunsJoined
 from fastdeploy_cache.events.names import NameScheme
 from fastdeploy_cache.events.publisher.tree import ToldTree
 from fastdeploy_cache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
-
-_SIZE = 4
-
-
-def tokens(*blocks: int) -> bytes:
-    """Blocks that each have one token all over."""
-    return np.repeat(np.array(blocks, np.int32), _SIZE).tobytes()
-
-
-def told(number: int, blocks: bytes, **fields: Any) -> RunTold:
-    """A run on the GPU, whole."""
-    num_blocks = len(blocks) // _SIZE // 4
-    said: dict[str, Any] = {
-        "number": number, "parent": 0, "namespace": "", "num_blocks": num_blocks, "first": 0, "tokens": blocks,
-        "extras": None, "num_gpu": num_blocks, "cpu_start": 0, "num_cpu": 0, "anchors": [],
-    }  # fmt: skip
-    return RunTold(**{**said, **fields})
+from tests.rigs.told_runs import SIZE, tokens, told
 
 
 def tree() -> ToldTree:
     """One that has begun."""
-    begun = ToldTree(NameScheme(block_size=_SIZE))
+    begun = ToldTree(NameScheme(block_size=SIZE))
     begun.apply(Began())
     assert begun.take() == [AllBlocksCleared()]
     return begun
@@ -134,7 +118,7 @@ def test_what_comes_behind_a_loss_counts_from_the_next_begin_on() -> None:
 def test_long_runs_are_told_in_pieces() -> None:
     """Stored and removed, no event is larger than a bound, and together they name all."""
     known = tree()
-    known.apply(told(1, np.arange(20_000 * _SIZE, dtype=np.int32).tobytes()))
+    known.apply(told(1, np.arange(20_000 * SIZE, dtype=np.int32).tobytes()))
     stored = kinds(known.take())
     known.apply(RunGone(1))
     removed = kinds(known.take())
@@ -144,6 +128,6 @@ def test_long_runs_are_told_in_pieces() -> None:
 
 def test_what_comes_before_the_begin_is_for_another() -> None:
     """It changes nothing."""
-    fresh = ToldTree(NameScheme(block_size=_SIZE))
+    fresh = ToldTree(NameScheme(block_size=SIZE))
     fresh.apply(told(1, tokens(1), parent=5))
     assert fresh.take() == []
