@@ -14,7 +14,7 @@ from fastdeploy_cache.config.events import EventsConfig
 from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.config.row_pools import check_row_pools, check_row_values, gpu_blocks_in, with_units
 from fastdeploy_cache.config.tables import LISTS, OPTIONAL_TABLES, TABLES, as_settings, check_tables
-from fastdeploy_cache.config.tenants import TenantConfig, check_tenants
+from fastdeploy_cache.config.tenants import TenantConfig, check_tenants, store_shares, tier_tenants
 from fastdeploy_cache.errors import ConfigError, LayoutError, counted
 from fastdeploy_cache.ipc.codec import taken_apart
 from fastdeploy_cache.policies import DEFAULT_HISTORY_BYTES, EVICTION_POLICIES, MIN_HISTORY_BYTES
@@ -104,7 +104,7 @@ class CacheConfig:
         hit_rate_window_seconds: how far back the hit-rate gauges look.
         insight: what an operator sees beside the metrics.
         events: who may hear which blocks are cached. None means that nobody does.
-        tenants: namespaces that have a share of the tiers, or a time to live. Not of a hybrid model.
+        tenants: namespaces that have a share of the tiers, or a time to live. Of a hybrid model only shares of a store.
 
     Raises:
         ConfigError: an impossible value, with the numbers.
@@ -156,7 +156,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         self._check_values()
         check_tenants(self.tenants)
-        if self.tenants:
+        if tier_tenants(self.tenants):
             self.check_uniform("a cache with tenants")
         in_bytes = self.gpu_memory_bytes is not None or self.cpu_memory_bytes is not None
         if self.layout is None and (in_bytes or self.transfer_client == "processes"):
@@ -167,6 +167,7 @@ class CacheConfig:
         try:
             layout = self.rank_layout()
             if self.storage is not None:
+                store_shares(self.tenants, self.storage)
                 self.storage.check_capacity(self.block_bytes(), self.transfer.tp_size)
         except LayoutError as error:
             raise ConfigError(str(error)) from error

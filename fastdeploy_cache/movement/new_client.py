@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from fastdeploy_cache.books.tenants.shares import Shares, TenantShare
 from fastdeploy_cache.books.tenants.sharing import share_out
 from fastdeploy_cache.books.unit_pool import UnitPool
 from fastdeploy_cache.config.cache import CacheConfig
-from fastdeploy_cache.config.tenants import check_policies
+from fastdeploy_cache.config.tenants import TenantConfig, check_policies, tier_tenants
 from fastdeploy_cache.ipc.clock import Clock
 from fastdeploy_cache.policies import MIN_HISTORY_BYTES, check_policy, new_policy
 from fastdeploy_cache.policies.eviction import RANKING_POLICIES
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def check_given(config: CacheConfig, policy: EvictionPolicy | None) -> None:
     """Raise `ConfigError` for a policy that is none, or cannot be that of all tenants."""
     check_policy(policy)
-    check_policies(config.tenants, is_given=policy is not None)
+    check_policies(tier_tenants(config.tenants), is_given=policy is not None)
 
 
 def new_client(config: CacheConfig, clock: Clock) -> TransferClient:
@@ -68,8 +68,8 @@ def new_client(config: CacheConfig, clock: Clock) -> TransferClient:
 def new_books(config: CacheConfig, policy: EvictionPolicy | None, clock: Clock) -> Books:
     """Books of free blocks, as many as the configuration says. `policy` replaces the one of that name."""
     sizes, size = config.pool_sizes(), config.block_size
-    if config.tenants:
-        tree = _new_shared_tree(config, sizes, clock)
+    if tenants := tier_tenants(config.tenants):
+        tree = _new_shared_tree(config, tenants, sizes, clock)
     else:
         policy = policy if policy is not None else _named_policy(config, clock, max(sizes))
         pools = (BlockPool("GPU", sizes[0]), BlockPool("CPU", sizes[1]))
@@ -86,9 +86,11 @@ def _named_policy(config: CacheConfig, clock: Clock, num_blocks: int, num_polici
     return new_policy(name, clock.age, num_blocks=num_blocks, block_tokens=size, history_bytes=num_bytes)
 
 
-def _new_shared_tree(config: CacheConfig, sizes: tuple[int, int], clock: Clock) -> PrefixTree:
+def _new_shared_tree(
+    config: CacheConfig, tenants: Sequence[TenantConfig], sizes: tuple[int, int], clock: Clock
+) -> PrefixTree:
     """A tree in which each tenant has its share, and a policy of its own; so has the rest, which is the first."""
-    num_tenants = 1 + len(config.tenants)
+    num_tenants = 1 + len(tenants)
     tables = [LabelledTable(new_id_table(num_blocks), num_tenants + 1) for num_blocks in sizes]
     pools = (BlockPool("GPU", sizes[0], lambda _: tables[0]), BlockPool("CPU", sizes[1], lambda _: tables[1]))
     chosen = [_named_policy(config, clock, max(sizes), num_tenants) for _ in range(num_tenants)]
@@ -98,11 +100,11 @@ def _new_shared_tree(config: CacheConfig, sizes: tuple[int, int], clock: Clock) 
         for tenant, policy in enumerate(chosen)
     ]
     shares = [TenantShare(num_guaranteed=(0, 0), num_most=sizes)]
-    for tenant in config.tenants:
+    for tenant in tenants:
         guaranteed = tenant.guaranteed_gpu_share, tenant.guaranteed_cpu_share
         most = tenant.max_gpu_share, tenant.max_cpu_share
         shares.append(TenantShare(num_guaranteed=_blocks_in(guaranteed, sizes), num_most=_blocks_in(most, sizes)))
-    numbers = {tenant.namespace: 1 + place for place, tenant in enumerate(config.tenants)}
+    numbers = {tenant.namespace: 1 + place for place, tenant in enumerate(tenants)}
     share_out(tree, Shares(pools, (tables[0], tables[1]), numbers, shares, policies), TenantPolicies(policies))
     return tree
 

@@ -77,7 +77,8 @@ class Requests:
         self.publisher = Publisher(config, books, movement, self.matcher, misses=misses, anchors=self.anchors)
         self._config, self._mover, self._storage = config, movement.mover, storage
         # with tenants each prompt is checked against a share
-        self._most_tokens = books.pools[GPU].num_blocks * config.block_size if not config.tenants else -1
+        has_shares = books.residency.shares is not None
+        self._most_tokens = books.pools[GPU].num_blocks * config.block_size if not has_shares else -1
         self.prefetches = Prefetches(config, books, storage, self._requests)
         self.listener: RequestListener | None = None
         self.offered, self._forgotten = set[ActiveRequest](), set[ActiveRequest]()

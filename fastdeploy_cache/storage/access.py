@@ -13,6 +13,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import StoreHeard
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.config.cache import CacheConfig
+from fastdeploy_cache.config.tenants import store_shares
 from fastdeploy_cache.errors import ConfigError, NotEnoughMemoryError, StorageError
 from fastdeploy_cache.ipc.clock import seconds_to_wait
 from fastdeploy_cache.ipc.event_log import event_log
@@ -70,7 +71,8 @@ class StorageAccess:
         `client` replaces the storage processes (tests, simulation).
 
         Raises:
-            ConfigError: there is one already, no layout, or no CPU block to go through.
+            ConfigError: there is one already, no layout, or no CPU block to go through; or tenants are to have shares
+                of a store that is no file store.
             StorageRefusedError: its settings are wrong.
             StorageError: there are no descriptors, threads or memory for its processes now; try again.
         """
@@ -109,7 +111,12 @@ class StorageAccess:
                 KeySpace.of(storage.weights_id, layout, config.block_size, rank, num_ranks) for rank in range(num_ranks)
             ]
             client = StorageProcesses(
-                storage, config.transfer, spaces=spaces, segments=segments, clock=self._books.clock
+                storage,
+                config.transfer,
+                spaces=spaces,
+                segments=segments,
+                shares=store_shares(config.tenants, storage),
+                clock=self._books.clock,
             )
         tier = StorageTier(config, storage, self._books, client, self._movement)
         with self._books:

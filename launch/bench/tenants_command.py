@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,17 @@ from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.config.tenants import TenantConfig
 from fastdeploy_cache.launch.bench.report import Figure, Report, at_least, at_most
 from fastdeploy_cache.launch.bench.workloads import Tokens
+from fastdeploy_cache.transfer_manager.storage.base import Blocks
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.transfer_manager.storage.file_store import FileStorage
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace, owned, owner_mark
 
 _BLOCK_SIZE, _NUM_GPU_BLOCKS, _NUM_CPU_BLOCKS = 16, 4096, 8192
 _NUM_TALKS, _NUM_TURNS, _TURN_TOKENS = 12, 40, 16  # of the quiet tenant: they fit into its share
 _TALK_TOKENS, _FLOOD_TOKENS, _FLOOD_PER_TURN = 1024, 2048, 8
 _SHARE = 0.4  # of each tier, that the quiet tenant is guaranteed
 _ROUNDS = 5
+_STORE_SLOTS, _OBJECT_BYTES, _STORED_TALKS, _TALK_OBJECTS = 1024, 4096, 12, 24  # of a file store
 _LEAST_OF_ALONE, _MOST_OF_PLAIN = 0.95, 1.6
 _QUIET, _FLOOD = "quiet", "flood"
 
@@ -126,9 +132,46 @@ def bench_tenants(json_file: Path | None) -> bool:
                 Figure("without shares", plain, "%", baseline=base),
                 Figure("with shares", shared, "%", baseline=base, promise=promise),
             ]
+        lines["file store"] = _of_a_store()
         report.table("Token hit rate of a quiet tenant beside a flood", lines)
         report.table("A request of the flood", {"GPU alone": _costs(shares)}, about="in its thread's time, all evict")
         return report.end()
+
+
+def _of_a_store() -> list[Figure]:
+    """The same of a file store's objects, real files: what is read again and again, and what is written once."""
+    quiet = owner_mark(_QUIET)
+    shares = [(quiet, _SHARE, 1.0)]
+    alone, plain = _stored_percent([], has_flood=False), _stored_percent([], has_flood=True)
+    base = Figure("alone", alone, "%")
+    promise = at_least("file store: hit rate of a quiet tenant with its share, of that alone", _LEAST_OF_ALONE)
+    with_shares = Figure("with shares", _stored_percent(shares, has_flood=True), "%", baseline=base, promise=promise)
+    return [base, Figure("without shares", plain, "%", baseline=base), with_shares]
+
+
+def _stored_percent(shares: list[tuple[bytes, float, float]], *, has_flood: bool) -> float:
+    """How many of the objects of a quiet tenant's talks are found, each talk in its turn, and written where not."""
+    space = KeySpace(weights_id="w", layout="bench", object_bytes=_OBJECT_BYTES, block_size=16, rank=0, tp_size=1)
+    segment, draw = np.zeros((_TALK_OBJECTS, _OBJECT_BYTES), np.uint8), np.random.default_rng(7)
+    num_bytes, num_asked, num_found = _STORE_SLOTS * _OBJECT_BYTES, 0, 0
+    config = StorageConfig(weights_id="w", folder="unused", admission="all", capacity_bytes=num_bytes)
+    buffers = [memoryview(row.data) for row in segment]
+
+    def blocks(namespace: str, hashes: list[bytes]) -> Blocks:
+        mark = owner_mark(namespace)
+        return Blocks(hashes=[owned(name, mark) for name in hashes], buffers=buffers, owner=mark)
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = FileStorage(config.store_options(1) | {"folder": folder, "shares": shares}, space, segment)
+        talks = [blocks(_QUIET, [draw.bytes(32) for _ in range(_TALK_OBJECTS)]) for _ in range(_STORED_TALKS)]
+        for _ in range(_ROUNDS):
+            for talk in talks:
+                num_asked, num_found = num_asked + _TALK_OBJECTS, num_found + store.read(talk)
+                store.write(talk)
+                for _ in range(_FLOOD_PER_TURN if has_flood else 0):
+                    store.write(blocks(_FLOOD, [draw.bytes(32) for _ in range(_TALK_OBJECTS)]))
+        store.close()
+    return 100 * num_found / num_asked
 
 
 def _costs(shares: TenantConfig) -> list[Figure]:

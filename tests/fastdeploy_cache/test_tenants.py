@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_cache import CacheConfig, InsightConfig, PrefixCacheManager, Request
+from fastdeploy_cache import CacheConfig, InsightConfig, PrefixCacheManager, Request, StorageConfig
 from fastdeploy_cache.books.block_hash import namespace_label, root_hash
 from fastdeploy_cache.books.block_pool import REQUEST, BlockPool
 from fastdeploy_cache.books.causes import Cause
@@ -60,6 +60,8 @@ def _serve(cache: PrefixCacheManager, namespace: str, first: int, num_blocks: in
         ({"max_cpu_share": True}, "tenants.max_cpu_share is True; it is a share, use 0 to 1"),
         ({"guaranteed_cpu_share": 0.5, "max_cpu_share": 0.4}, "guarantee no more than it may have"),
         ({"namespace": "\ud800"}, "which is no UTF-8 text"),
+        ({"guaranteed_store_share": 2}, "tenants.guaranteed_store_share is 2; it is a share, use 0 to 1"),
+        ({"namespace": "", "max_store_share": 0.5}, "tenants of the default namespace, '', have no share of a store"),
         ({"keep_seconds": 10**400}, "use a number above 0, up to 315360000"),
         ({"keep_seconds": 0}, "tenants.keep_seconds is 0; use a number above 0, up to 315360000"),
     ],
@@ -87,6 +89,10 @@ def test_what_tenants_cannot_be_together_is_refused() -> None:
     layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, groups=groups)
     with pytest.raises(ConfigError, match="which a cache with tenants does not serve"):
         _cache(one, layout=layout)
+    _cache(TenantConfig(namespace="a", max_store_share=0.5), layout=layout).close()
+    elsewhere = StorageConfig(kind="valkey", weights_id="w")
+    with pytest.raises(ConfigError, match=r"storage\.kind is 'valkey': only a file store knows shares"):
+        _cache(TenantConfig(namespace="a", guaranteed_store_share=0.5), storage=elsewhere, layout=layout)
 
 
 def test_settings_of_tenants_come_from_a_file(tmp_path: Any) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_cache import PrefixCacheManager, Request, StorageConfig
+from fastdeploy_cache import PrefixCacheManager, Request, StorageConfig, TenantConfig
 from fastdeploy_cache.errors import StorageRefusedError
 from tests.rigs.faulty_engine import BLOCK_SIZE, Engine, new_config
 from tests.rigs.storage_engine import PROMPT, SECONDS, drained, fetched, file_storage, storage_config
@@ -308,3 +308,21 @@ def test_a_prompt_longer_than_the_cpu_tier_goes_through_it(tmp_path: Path, tp_si
         assert (match.num_storage_tokens, match.num_tokens) == (80, 80)
         cache.release(request)
         cache.check_invariants()
+
+
+def test_a_tenant_has_its_share_of_a_store(tmp_path: Path) -> None:
+    """Real processes: of a tenant's prompt as much is stored as its most allows, and of another one all."""
+    capped = TenantConfig(namespace="capped", max_store_share=0.02)  # of 108 slots
+    storage = dataclasses.replace(file_storage(tmp_path), capacity_bytes=108 * 1152, slab_bytes=4096)
+    config = storage_config(1, storage, tenants=(capped,))
+    with PrefixCacheManager(config) as cache:
+        assert cache.stats().tenants == ()  # of the tiers it has none
+        for namespace, num_blocks in (("capped", 2), ("free", 6)):
+            request = Request(request_id=namespace, prompt_token_ids=PROMPT, namespace=namespace)
+            cache.match(request)
+            cache.allocate(request, cache.blocks_for(len(PROMPT)))
+            cache.commit(request, len(PROMPT))
+            cache.release(request)
+            assert cache.wait_for_transfers(SECONDS)
+            drained(cache)
+            assert cache.life.forget_namespace(namespace).num_stored_objects == num_blocks

@@ -56,16 +56,18 @@ class StorageProcesses:
         *,
         spaces: Sequence[KeySpace],
         segments: Sequence[SharedArray],
+        shares: Sequence[tuple[bytes, float, float]] = (),
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`spaces` and `segments`: of each of `transfer.tp_size` ranks, the names of its blocks and its CPU blocks."""
+        """`spaces` and `segments`: of each of `transfer.tp_size` ranks, the names of its blocks and its CPU blocks.
+        `shares`: of a file store, as `FileStorage` takes them."""
         beside = config_beside(
             transfer,
             start_timeout_seconds=config.start_timeout_seconds,
             task_timeout_seconds=config.task_timeout_seconds,
         )
         self._storage = config
-        self._owner = StorageOwner(config, beside, spaces=spaces, segments=segments)
+        self._owner = StorageOwner(config, beside, spaces=spaces, segments=segments, shares=shares)
         kind = ProcessKind(name="storage", is_optional=True)
         self._processes = own = Processes(beside, kind, self._owner, clock)
         self.submit, self.cancel, self.has_room = own.submit, own.cancel, own.has_room

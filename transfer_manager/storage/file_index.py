@@ -14,6 +14,7 @@ from operator import itemgetter
 
 from fastdeploy_cache.transfer_manager.storage.base import News
 from fastdeploy_cache.transfer_manager.storage.file_journal import Put
+from fastdeploy_cache.transfer_manager.storage.file_shares import SlotShares
 from fastdeploy_cache.transfer_manager.storage.keys import is_owned
 from fastdeploy_cache.transfer_manager.storage.news import NewsLog
 
@@ -21,7 +22,9 @@ from fastdeploy_cache.transfer_manager.storage.news import NewsLog
 class Index:
     """Objects by hash, the least recently used first. Any thread may call."""
 
-    def __init__(self) -> None:
+    def __init__(self, shares: SlotShares | None = None) -> None:
+        """`shares`: of its slots, where namespaces have some."""
+        self._shares = shares
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, Put] = OrderedDict()
         self._fresh: dict[int, Put] = {}
@@ -34,6 +37,9 @@ class Index:
         """Begin with what the journal says, oldest first. Of a hash in two slots, which no sound journal says, the
         last counts; the other slot is left alone."""
         self._entries = OrderedDict(zip(map(itemgetter(2), puts), puts, strict=True))
+        if self._shares is not None:
+            for block_hash in self._entries:
+                self._shares.touch(block_hash)
         self.add_slots(free)
 
     def add_slots(self, slots: Iterable[int]) -> None:
@@ -79,8 +85,13 @@ class Index:
         with self._lock:
             for block_hash in reversed(hashes):
                 if block_hash in self._entries:
-                    self._entries.move_to_end(block_hash)
+                    self._used(block_hash)
                     self.was_touched = True
+
+    def _used(self, block_hash: bytes) -> None:
+        self._entries.move_to_end(block_hash)
+        if self._shares is not None:
+            self._shares.touch(block_hash)
 
     def take(self, num: int) -> list[int]:
         """Slots to write to, as many as there are; in order, so that neighbours are written in one go."""
@@ -97,7 +108,7 @@ class Index:
                 if put is not None:
                     self._entries[block_hash] = self._fresh[put.slot] = put
                 if block_hash in self._entries:
-                    self._entries.move_to_end(block_hash)
+                    self._used(block_hash)
             if self._news is not None:
                 for block_hash in new:
                     self._news.note(block_hash, is_there=True)
@@ -131,16 +142,36 @@ class Index:
                 self._forget(put)
             return len(found)
 
-    def evict(self, num: int, num_kept: int) -> int:
-        """Forget the least recently used, but not the last `num_kept`; returns how many."""
+    def evict(self, num: int, num_kept: int, owner: bytes) -> int:
+        """Forget the least recently used that may make room for an owner, but not the last `num_kept`; returns how
+        many."""
         with self._lock:
             num = max(min(num, len(self._entries) - num_kept), 0)
+            if self._shares is not None:
+                return self._forget_each(self._shares.victims(num, num_kept, owner))
             for _ in range(num):
                 self._forget(next(iter(self._entries.values())))
             return num
 
+    def keep_to_share(self, num: int, num_kept: int, owner: bytes) -> tuple[int, int]:
+        """How many of so many objects more an owner may have. Where they are too many, its own least recently used go,
+        but not the last `num_kept`; how many those are comes second."""
+        if self._shares is None:
+            return num, 0
+        with self._lock:
+            num_over = self._shares.num_over(owner, num)
+            num_gone = self._forget_each(self._shares.own(owner, num_over, num_kept))
+            return max(0, num - num_over + num_gone), num_gone
+
+    def _forget_each(self, names: Sequence[bytes]) -> int:
+        for name in names:
+            self._forget(self._entries[name])
+        return len(names)
+
     def _forget(self, put: Put) -> None:
         del self._entries[put.block_hash]
+        if self._shares is not None:
+            self._shares.remove(put.block_hash)
         if self._news is not None:
             self._news.note(put.block_hash, is_there=False)
         if self._fresh.pop(put.slot, None) is not None:

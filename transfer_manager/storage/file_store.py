@@ -29,6 +29,7 @@ from fastdeploy_cache.transfer_manager.storage.file_journal import (
     read_journal,
     sort_out,
 )
+from fastdeploy_cache.transfer_manager.storage.file_shares import SlotShare, SlotShares
 from fastdeploy_cache.transfer_manager.storage.file_slabs import Mover, Slabs
 from fastdeploy_cache.transfer_manager.storage.file_space import (
     LOCK_NAME,
@@ -50,7 +51,8 @@ class FileStorage:
 
     Args:
         options: of `StorageConfig.store_options`. `capacity_bytes` bounds the slabs of all of the rank's spaces in the
-            folder; a journal comes on top, of about 64 KiB and 300 bytes per object that has room.
+            folder; a journal comes on top, of about 64 KiB and 300 bytes per object that has room. `shares` of these
+            slots may be added: of each namespace its mark, what is guaranteed to it, and what it has at most, up to 1.
         space: whose objects.
         segment: the memory that buffers lie in.
         disk: the operating system, or what a test puts in its place.
@@ -76,11 +78,11 @@ class FileStorage:
         self._is_full = self._is_closed = False
         self._num_until_growth = 0  # writes until a growth that was refused is tried again
         self._full = FullDisk(self._folder)
-        self._index = Index()
         if segment.shape[1] != space.object_bytes:
             raise StorageRefusedError(f"memory has {segment.shape[1]} bytes per block, the space {space.object_bytes}")
         slot_bytes = slot_bytes_of(space.object_bytes)
         num_slots = self._capacity_bytes // slot_bytes
+        self._index = Index(_shares_of(options, num_slots))
         if not num_slots:
             raise StorageRefusedError(
                 f"capacity_bytes is {self._capacity_bytes} for this rank, and one object takes {slot_bytes}; raise it"
@@ -169,7 +171,7 @@ class FileStorage:
             del missing[self._admission.admit([hashes[i] for i in missing], blocks.priority) :]
         if missing:
             with _failing(f"write to {self._path}"):
-                slots = self._take_slots(len(missing), num_kept)
+                slots = self._take_slots(len(missing), num_kept, blocks.owner)
                 del missing[len(slots) :]
                 names = [hashes[i] for i in missing]
                 try:
@@ -184,8 +186,10 @@ class FileStorage:
         num_leading = len(self._index.find_leading(hashes))
         return Written(num_leading, len(missing) * self._space.object_bytes)
 
-    def _take_slots(self, num: int, num_kept: int) -> list[int]:
+    def _take_slots(self, num: int, num_kept: int, owner: bytes) -> list[int]:
         """Free slots, as many of those wanted as there are: free now, in a new slab, or by eviction. Raises OSError."""
+        num, num_gone = self._index.keep_to_share(num, num_kept, owner)
+        self._num_evicted += num_gone
         self._num_until_growth -= 1
         if not self._num_until_growth:
             self._is_full = False
@@ -196,7 +200,7 @@ class FileStorage:
             if short > self._index.num_retired:
                 # Some more at a time: the journal is synced for it.
                 batch = max(short - self._index.num_retired, self._slabs.num_slots // 64)
-                self._num_evicted += self._index.evict(batch, num_kept)
+                self._num_evicted += self._index.evict(batch, num_kept, owner)
             self._commits.commit_removals()
         return self._index.take(num)
 
@@ -302,6 +306,12 @@ class FileStorage:
             raise StorageGoneError(f"the store in {self._path} is closed")
         if self._commits.is_gone:
             self._commits.raise_failure()
+
+
+def _shares_of(options: Mapping[str, Any], num_slots: int) -> SlotShares | None:
+    shares: Sequence[tuple[bytes, float, float]] = options.get("shares", ())
+    of_slots = [SlotShare(owner, int(least * num_slots), int(most * num_slots)) for owner, least, most in shares]
+    return SlotShares(of_slots) if of_slots else None
 
 
 @contextmanager

@@ -29,10 +29,12 @@ class StorageOwner(ProcessOwner):
         *,
         spaces: Sequence[KeySpace],
         segments: Sequence[SharedArray],
+        shares: Sequence[tuple[bytes, float, float]] = (),
     ) -> None:
+        """`shares`: see `StorageProcesses`."""
         self._storage, self._config, self._spaces, self._segments = config, transfer, spaces, segments
         self.signals = [RankSignal.create(f"storage-signal-rank{rank}") for rank in range(transfer.tp_size)]
-        self.needs_token_ids = False
+        self._shares, self.needs_token_ids = list(shares), False
 
     def spawn(self, rank: int, incarnation: int, queue_fds: tuple[int, ...]) -> ChildProcess:
         segment, signal_fd, space = self._segments[rank], self.signals[rank].array.fd, self._spaces[rank]
@@ -46,7 +48,7 @@ class StorageOwner(ProcessOwner):
             signal_fd=signal_fd,
             heartbeat_seconds=self._config.heartbeat_seconds,
             kind=self._storage.kind,
-            options=self._storage.store_options(space.tp_size),
+            options=self._storage.store_options(space.tp_size) | ({"shares": self._shares} if self._shares else {}),
             space=space,
             keys_file=self._storage.keys_file,
             import_paths=[str(Path(entry).absolute()) for entry in sys.path] if self._storage.is_own_store else [],

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fastdeploy_cache.config.cache import CacheConfig
+from fastdeploy_cache.config.tenants import tier_tenants
 
 # Settings that decide what is found, loaded, copied down and evicted. No folder, address, name or secret is one.
 _DECIDING: Final = (
@@ -41,7 +42,8 @@ def header_of(
         elif ranks is not None:
             settings |= {name: getattr(config, name) for name in _OF_ROWS}
             settings["num_gpu_units"] = list(ranks.num_units)
-    of_tenants = {"num_tenants": len(config.tenants)} if config.tenants else {}
+    num_tenants = len(tier_tenants(config.tenants))
+    of_tenants = {"num_tenants": num_tenants} if num_tenants else {}
     return {
         "settings": settings,
         "num_ranks": config.transfer.tp_size,
