@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
-import struct
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import numpy as np
 
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES
 from fastdeploy_cache.books.block_keys import BlockKeys
+from fastdeploy_cache.books.image_keys import image_keys
 from fastdeploy_cache.books.leaves.policy import SessionHint
 from fastdeploy_cache.books.tokens import PackedTokens, TokenIds, pack
 from fastdeploy_cache.errors import RequestError
@@ -32,9 +32,6 @@ def whole_number(given: Any, name: str) -> int:
         return operator.index(given)
     except TypeError:
         raise RequestError(f"{name} is {given!r}; give a whole number") from None
-
-
-_EXTRA = struct.Struct("<QQI")
 
 
 class Image(NamedTuple):
@@ -241,19 +238,9 @@ class Request:
         return BlockKeys(self.prompt, self.output, self.extra_keys(block_size) if self.images else None)
 
     def extra_keys(self, block_size: int) -> dict[int, bytes] | None:
-        """What is part of each block's key beside its tokens; None where there are no images.
-
-        For each image that overlaps the block, in order: offset and length as u64 LE, the length of its hash as u32 LE,
-        its hash (text as UTF-8).
-        """
-        if not self.images:
-            return None
-        extras: dict[int, bytes] = {}
-        for image in self.images:
-            key = _EXTRA.pack(image.offset, image.length, len(image.hash)) + image.hash
-            for block in range(image.offset // block_size, (image.end - 1) // block_size + 1):
-                extras[block] = extras.get(block, b"") + key
-        return extras
+        """What is part of each block's key beside its tokens: see `books.image_keys`. None where there are no images,
+        whose hashes are UTF-8 where they were given as text."""
+        return image_keys(self.images, block_size) if self.images else None
 
     def whole_images(self, num_blocks: int, block_size: int) -> int:
         """The most blocks up to `num_blocks` whose end lies inside no image, unless the request wants it there."""

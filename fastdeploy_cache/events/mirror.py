@@ -13,7 +13,7 @@ from fastdeploy_cache.config.events import EventsConfig
 from fastdeploy_cache.errors import CodecError, ConfigError, IPCError
 from fastdeploy_cache.events.follower import Follower, ReplayFrom
 from fastdeploy_cache.events.index import PrefixFound
-from fastdeploy_cache.events.names import BlockNaming, NameScheme, name_blocks
+from fastdeploy_cache.events.names import BlockNaming, Image, NameScheme, name_blocks
 from fastdeploy_cache.events.questions import Answer, PublisherState
 from fastdeploy_cache.events.wire import MEDIA, BlockName
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
@@ -124,17 +124,17 @@ class Mirror:
         scheme = self._follower.scheme
         return scheme.block_size if scheme is not None else None
 
-    def find(self, token_ids: TokenIds, namespace: str = "") -> PrefixFound:
-        """How many leading tokens of a prompt are cached; none while it is not current.
+    def find(self, token_ids: TokenIds, namespace: str = "", images: Sequence[Image] = ()) -> PrefixFound:
+        """How many leading tokens of a prompt are cached; none while it is not current. `images` as of a request.
 
         Raises:
             RequestError: these are no token ids.
             ConfigError: the publisher names blocks as vLLM does, and cbor2 is missing here.
         """
-        names = self.names(token_ids, namespace)
+        names = self.names(token_ids, namespace, images)
         return self.find_names(names) if names is not None else PrefixFound()
 
-    def names(self, token_ids: TokenIds, namespace: str = "") -> list[BlockName] | None:
+    def names(self, token_ids: TokenIds, namespace: str = "", images: Sequence[Image] = ()) -> list[BlockName] | None:
         """What the full blocks of a prompt are called; None before the first snapshot. Raises as `find`.
 
         Mirrors of publishers that name blocks alike can be asked for the same names with `find_names`.
@@ -144,7 +144,7 @@ class Mirror:
             return None
         if self._naming is None or self._naming[0] != scheme:
             self._naming = scheme, scheme.names()
-        return [*name_blocks(*self._naming, token_ids, namespace)]
+        return [*name_blocks(*self._naming, token_ids, namespace, images)]
 
     def find_names(self, names: Sequence[BlockName]) -> PrefixFound:
         """How many leading tokens of a prompt are cached whose blocks are called so."""

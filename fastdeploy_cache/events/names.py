@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES, TOKEN_BYTES, BlockHasher, root_hash
+from fastdeploy_cache.books.image_keys import image_keys, images_in
 from fastdeploy_cache.books.tokens import TokenIds, pack
 from fastdeploy_cache.errors import ConfigError
 
-Extras = Mapping[int, bytes]
+Image = tuple[int, int, bytes | str]  # offset in the prompt, length in tokens, and hash
 NameKind = Literal["own", "sha256_cbor"]
 NameForm = Literal["bytes", "int64"]
 _LAST_64_BITS = 2**64 - 1
 VLLM_SEED = "vllm-none-hash"  # vLLM's own default for algorithms that resist collisions
+
+
+class Extra(NamedTuple):
+    """What tells a block apart beside its tokens.
+
+    Attributes:
+        key: as the tree has it.
+        images: the hash of each, as text, and how many tokens behind the block's begin it begins.
+    """
+
+    key: bytes
+    images: tuple[tuple[str, int], ...]
+
+
+Extras = Mapping[int, Extra]
 
 
 class NameScheme(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +61,24 @@ class NameScheme(msgspec.Struct, frozen=True, kw_only=True):
         if self.form == "bytes":
             return each
         return [int.from_bytes(digest, "big") & _LAST_64_BITS for digest in each]
+
+
+def extras_of(keys: Mapping[int, bytes], first: int, block_size: int) -> dict[int, Extra]:
+    """What keys of images tell, by block; block 0 is the block `first` of the prompt."""
+    found = dict[int, Extra]()
+    for block, key in keys.items():
+        begin = (first + block) * block_size
+        images = tuple([(_text_of(name), offset - begin) for offset, _, name in images_in(key)])
+        found[block] = Extra(key, images)
+    return found
+
+
+def _text_of(name: bytes) -> str:
+    """What vLLM has as text is its identifier of the content; other bytes are no name that it knows."""
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        return name.hex()
 
 
 class BlockNaming(Protocol):
@@ -75,14 +109,15 @@ class OwnNames:
     def extend(self, parent: bytes, tokens: bytes | bytearray, extras: Extras | None, salt: str) -> bytes:  # noqa: ARG002
         """See `BlockNaming`. The salt is in the root."""
         num_blocks = len(tokens) // TOKEN_BYTES // self._block_size
-        return self._hasher.extend(parent, tokens, 0, num_blocks, extras)
+        keys = {block: extra.key for block, extra in extras.items()} if extras is not None else None
+        return self._hasher.extend(parent, tokens, 0, num_blocks, keys)
 
 
 class VllmNames:
     """SHA-256 of canonical CBOR of (the parent's digest, the tokens, the extra keys), as in `vllm.v1.core`.
 
-    The salt of a namespace stands on its first block, as a request's `cache_salt` does there. Extra keys of images are
-    our own bytes: a block with an image has another name than under vLLM, and never that of another block.
+    The salt of a namespace stands on its first block, as a request's `cache_salt` does there. An image whose hash is
+    vLLM's identifier, as text, has vLLM's extra key.
     """
 
     def __init__(self, block_size: int, seed: str) -> None:
@@ -108,9 +143,10 @@ class VllmNames:
         ids = np.frombuffer(tokens, "<i4", num_blocks * self._block_size).reshape(num_blocks, -1).tolist()
         digests = []
         for block, of_block in enumerate(ids):
-            keys: list[tuple[str, object]] = []
+            keys: list[tuple[object, ...]] = []
             if extras is not None and block in extras:
-                keys.append(("image", extras[block]))
+                extra = extras[block]
+                keys += [("mm", *image) for image in extra.images] or [("image", extra.key)]
             if salt and not block:
                 keys.append(("cache_salt", salt))
             parent = self._digest((parent, tuple(of_block), tuple(keys) or None))
@@ -126,8 +162,10 @@ def name_blocks(
     naming: BlockNaming,
     token_ids: TokenIds,
     namespace: str = "",
-    extras: Extras | None = None,
+    images: Sequence[Image] = (),
 ) -> list[bytes] | list[int]:
     """The published names of a prompt's full blocks. Raises `RequestError` (a `ValueError`): these are no tokens."""
     packed = pack("prompt", token_ids)
+    each = [(offset, length, name.encode() if isinstance(name, str) else name) for offset, length, name in images]
+    extras = extras_of(image_keys(each, scheme.block_size), 0, scheme.block_size) if each else None
     return scheme.outside(naming.extend(naming.root(namespace), packed, extras, namespace))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from fastdeploy_cache.books.block_hash import HASH_BYTES
+from collections.abc import Mapping
+
+from fastdeploy_cache.books.block_hash import HASH_BYTES, TOKEN_BYTES
 from fastdeploy_cache.errors import CodecError
-from fastdeploy_cache.events.names import BlockNaming, Extras
+from fastdeploy_cache.events.names import BlockNaming, Extra, extras_of
 from fastdeploy_cache.events.publisher.stretch import Stretch
 
 _NUM_TIERS = 2
@@ -24,7 +26,7 @@ class Node:
     def __init__(self, parent: Node | None, namespace: str, block_bytes: int) -> None:
         self.parent, self.namespace, self._block_bytes = parent, namespace, block_bytes
         self.tokens, self.digests = bytearray(), bytearray()
-        self.extras: dict[int, bytes] | None = None
+        self.extras: dict[int, Extra] | None = None
         self.spans = [(0, 0)] * _NUM_TIERS
         self.anchors: list[dict[int, int]] = [{} for _ in range(_NUM_TIERS)]
         self.children: dict[int, Node] = {}
@@ -33,6 +35,13 @@ class Node:
     def num_blocks(self) -> int:
         """How many have a name."""
         return len(self.digests) // HASH_BYTES
+
+    def _num_in_front(self) -> int:
+        node, count = self.parent, 0
+        while node is not None:
+            count += node.num_blocks
+            node = node.parent
+        return count
 
     def before(self, block: int) -> bytes:
         """The digest in front of a block; empty where that begins a prompt."""
@@ -69,7 +78,7 @@ class Node:
 
     # -- what it has
 
-    def num_kept(self, num_blocks: int, first: int, tokens: bytes, extras: Extras) -> int:
+    def num_kept(self, num_blocks: int, first: int, tokens: bytes, extras: Mapping[int, bytes]) -> int:
         """How many of its blocks are still those of a run of so many, whose blocks from `first` on have these tokens,
         and these extra keys.
 
@@ -79,7 +88,7 @@ class Node:
         if first > num_known or (num_blocks - first) * size != len(tokens):
             raise CodecError(f"a run of {num_blocks} blocks, of which {num_known} are known, is told from {first} on")
         end = min(num_known, num_blocks)
-        mine, keys = memoryview(self.tokens), self.extras or {}
+        mine, keys = memoryview(self.tokens), {block: extra.key for block, extra in (self.extras or {}).items()}
         for block in range(first, end):
             told = tokens[(block - first) * size : (block - first + 1) * size]
             if mine[block * size : (block + 1) * size] != told or keys.get(block) != extras.get(block):
@@ -93,12 +102,14 @@ class Node:
         if self.extras is not None:
             self.extras = {block: extra for block, extra in self.extras.items() if block < num_blocks} or None
 
-    def grow(self, tokens: bytes, extras: Extras, naming: BlockNaming) -> None:
-        """It has these blocks more. `extras`: by block of the run."""
+    def grow(self, tokens: bytes, extras: Mapping[int, bytes], naming: BlockNaming) -> None:
+        """It has these blocks more. `extras`: their keys of images, by block of the run."""
         if not tokens:
             return
         num_known = self.num_blocks
-        if new := {block: extra for block, extra in extras.items() if block >= num_known}:
+        new = dict[int, Extra]()
+        if keys := {block: key for block, key in extras.items() if block >= num_known}:
+            new = extras_of(keys, self._num_in_front(), self._block_bytes // TOKEN_BYTES)
             self.extras = {**(self.extras or {}), **new}
         before = self.before(num_known)
         parent, salt = before or naming.root(self.namespace), "" if before else self.namespace

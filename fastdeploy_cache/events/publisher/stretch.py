@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES, TOKEN_BYTES
-from fastdeploy_cache.events.names import Extras, NameScheme
+from fastdeploy_cache.events.names import Extra, Extras, NameScheme
 from fastdeploy_cache.events.wire import BlockStored, ExtraKeys
 from fastdeploy_cache.transfer_manager.kv.groups import Row
 
@@ -58,11 +58,16 @@ class Stretch(NamedTuple):
         """One entry for each block; None where none has any."""
         if not self.extras and not self.salt:
             return None
-        extras = self.extras or {}
-        keys = [(extras[block].hex(),) if block in extras else () for block in range(self.num_blocks)]
+        keys = [_keys_of(self.extras.get(block)) if self.extras else () for block in range(self.num_blocks)]
         if self.salt:
             keys[0] = (*keys[0], self.salt)
         return [each or None for each in keys]
+
+
+def _keys_of(extra: Extra | None) -> tuple[Any, ...]:
+    if extra is None:
+        return ()
+    return extra.images or (extra.key.hex(),)
 
 
 def joined(blocks: Sequence[Stretch]) -> Stretch:

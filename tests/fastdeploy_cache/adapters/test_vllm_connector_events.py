@@ -14,6 +14,7 @@ import time
 import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -21,7 +22,10 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import PrefixCacheManager, Request
+from fastdeploy_cache.books.image_keys import image_keys
+from fastdeploy_cache.events.journal import Began, RunTold
 from fastdeploy_cache.events.names import NameScheme, name_blocks
+from fastdeploy_cache.events.publisher.tree import ToldTree
 from fastdeploy_cache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, encode_batch
 from tests.rigs.event_rig import SIZE, endpoints, pid_of_publisher, prompt, publishing, serve
 from tests.rigs.needs import missing
@@ -49,10 +53,11 @@ def test_its_structs_read_our_events() -> None:
     assert type(batch.events[2]).__name__ == "AllBlocksCleared"
 
 
+@pytest.mark.parametrize("has_images", [False, True])
 @pytest.mark.parametrize("salt", ["", "tenant"])
 @pytest.mark.parametrize("form", ["bytes", "int64"])
-def test_its_hashes_are_our_names(salt: str, form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt of five blocks, through its own hasher."""
+def test_its_hashes_are_our_names(salt: str, form: Any, has_images: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of five blocks, through its own hasher; with images, and what events say of these."""
     from vllm.utils.hashing import sha256_cbor
     from vllm.v1.core import kv_cache_utils
 
@@ -60,13 +65,26 @@ def test_its_hashes_are_our_names(salt: str, form: Any, monkeypatch: pytest.Monk
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1" if form == "int64" else "0")
     kv_cache_utils.init_none_hash(sha256_cbor)
     tokens, parent, expected = np.random.default_rng(1).integers(0, 150_000, 80).astype(np.int32), None, []
+    images = [(10, 30, "a" * 64), (40, 5, "b" * 64)] if has_images else []
+    places = [SimpleNamespace(offset=offset, length=length) for offset, length, _ in images]
+    features = [SimpleNamespace(identifier=image[2], mm_position=at) for image, at in zip(images, places, strict=True)]
+    request = SimpleNamespace(mm_features=features, lora_request=None, cache_salt=salt or None, prompt_embeds=None)
+    keys, at = [], 0
     for block in range(5):
-        extra = (("cache_salt", salt),) if salt and not block else None
+        extra, at = kv_cache_utils.generate_block_hash_extra_keys(request, 16 * block, 16 * block + 16, at)
+        keys.append(extra)
         of_block = tokens[block * 16 : (block + 1) * 16].tolist()
         parent = kv_cache_utils.hash_block_tokens(sha256_cbor, parent, of_block, extra)
         expected.append(kv_cache_utils.maybe_convert_block_hash(parent))
     scheme = NameScheme(kind="sha256_cbor", form=form, block_size=16)
-    assert [*name_blocks(scheme, scheme.names(), tokens, salt)] == expected
+    assert [*name_blocks(scheme, scheme.names(), tokens, salt, images)] == expected
+    told = ToldTree(scheme)
+    told.apply(Began())
+    extras = image_keys([(offset, length, name.encode()) for offset, length, name in images], 16)
+    told.apply(RunTold(1, 0, salt, 5, 0, tokens.tobytes(), extras, 5, 0, 0, []))
+    _, event = told.take()
+    assert isinstance(event, BlockStored) and event.block_hashes == expected
+    assert event.extra_keys == (kv_cache_utils.to_event_extra_keys(keys) if any(keys) else None)
 
 
 class Indexer:

@@ -51,6 +51,24 @@ def test_a_late_mirror_knows_all() -> None:
 
 
 @pytest.mark.parametrize("block_names", ["own", "sha256_cbor"])
+def test_a_prompt_with_an_image(block_names: str) -> None:
+    """It is found with its image, up to there without it, and not with another one."""
+    images = [(SIZE + 3, SIZE, "identifier")]
+    with publishing(block_names=block_names) as cache, mirror_of(cache) as mirror:
+        assert mirror.wait_current(_SECONDS)
+        request = Request(request_id="a", prompt_token_ids=prompt(1), images=images)
+        cache.match(request)
+        cache.allocate(request, cache.blocks_for(request.num_tokens))
+        cache.commit(request, request.num_tokens)
+        cache.release(request)
+        with mirror._lock:
+            assert mirror._lock.wait_for(lambda: mirror.num_blocks("GPU") == 4, _SECONDS)
+        assert mirror.find(prompt(1), images=images).num_tokens == 4 * SIZE
+        for others in ((), [(SIZE + 3, SIZE, "another")], [(SIZE + 4, SIZE, "identifier")]):
+            assert mirror.find(prompt(1), images=others).num_tokens == SIZE
+
+
+@pytest.mark.parametrize("block_names", ["own", "sha256_cbor"])
 def test_names_as_numbers(block_names: str) -> None:
     """As vLLM publishes them by default: a mirror finds prompts by what the publisher says of its names."""
     with publishing(name_form="int64", block_names=block_names) as cache, mirror_of(cache) as mirror:

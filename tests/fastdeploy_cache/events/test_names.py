@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastdeploy_cache import Request
 from fastdeploy_cache.books.block_hash import BlockHasher, root_hash
+from fastdeploy_cache.books.image_keys import images_in
 from fastdeploy_cache.errors import ConfigError, RequestError
 from fastdeploy_cache.events.names import NameScheme, name_blocks
 
@@ -22,6 +24,12 @@ _SALTED = (
     "a8551d82bcdba753fb76d3786abac7614ac45f3c55549751aed7bb99b7efc16f",
     "133b75271d839449a339ccaed239b737bea9f30b35e4002da8e323c247c51750",
     "8553179e6395b3d5f7b98c4d7659fc91b6946fbb5407da9be0d245cd13f2dcee",
+)
+_IMAGES = (  # images over blocks 0 to 2, see below
+    "32e959a747ca7a2a79f93b5a4907f5642702390b9b06c9d71b2c53e3e7908a51",
+    "9bcf9923065365736f972c0a9268670ce50ebe5c4bfbf0876c6d0701a10d9bb7",
+    "0df362490b9c4a0e63d1399883b144f7cc0e8b580ac03d21b4fc30d6ecb83101",
+    "1e224ce04928c9a75969cfdf7678401e2d35d082993042de6161e367a488a01d",
 )
 _PLAIN_TOKENS = [70_000 * (block + 1) + place for block in range(3) for place in range(4)]
 
@@ -60,11 +68,31 @@ def test_images_and_namespaces_part_names(kind: Any) -> None:
     scheme = NameScheme(kind=kind, block_size=4)
     naming = scheme.names()
     plain, image, other, salted = (
-        name_blocks(scheme, naming, list(range(12)), namespace, extras)
-        for namespace, extras in (("", None), ("", {1: b"cat"}), ("", {1: b"dog"}), ("a", None))
+        name_blocks(scheme, naming, list(range(12)), namespace, images)
+        for namespace, images in (("", ()), ("", [(5, 2, b"cat")]), ("", [(5, 2, "dog")]), ("a", ()))
     )
     assert plain[0] == image[0] == other[0] != salted[0]
     assert len({plain[1], image[1], other[1], salted[1]}) == len({plain[2], image[2], other[2], salted[2]}) == 4
+
+
+def test_images_have_vllms_names() -> None:
+    """An image over three blocks, from the middle of the first on, and one that begins where it ends; with a salt."""
+    scheme = NameScheme(kind="sha256_cbor", block_size=4)
+    images: list[tuple[int, int, bytes | str]] = [(2, 7, "a" * 8), (9, 2, b"b" * 8)]
+    found = name_blocks(scheme, scheme.names(), list(range(16)), "tenant", images)
+    assert found == [bytes.fromhex(each) for each in _IMAGES]
+
+
+@pytest.mark.parametrize("name", ["identifier", b"\xff\x00", b""])
+def test_keys_of_images_can_be_read(name: bytes | str) -> None:
+    """What a request puts into its blocks' keys; and a key of another form has none."""
+    request = Request(request_id="a", prompt_token_ids=list(range(20)), images=[(3, 6, name), (9, 1, "next")])
+    keys = request.extra_keys(4)
+    packed = name.encode() if isinstance(name, str) else name
+    assert keys is not None and [[*map(tuple, images_in(keys[block]))] for block in sorted(keys)] == [
+        [(3, 6, packed)], [(3, 6, packed)], [(3, 6, packed), (9, 1, b"next")],
+    ]  # fmt: skip
+    assert images_in(b"cat") == images_in(keys[0][:-1] if name else keys[0] + b"x") == []
 
 
 def test_what_is_no_prompt_is_refused() -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastdeploy_cache.books.image_keys import image_keys
 from fastdeploy_cache.errors import CodecError
 from fastdeploy_cache.events.journal import Began, RunGone, RunParted, RunsJoined
-from fastdeploy_cache.events.names import NameScheme
+from fastdeploy_cache.events.names import NameKind, NameScheme, name_blocks
 from fastdeploy_cache.events.publisher.tree import ToldTree
 from fastdeploy_cache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from tests.rigs.told_runs import SIZE, tokens, told
@@ -131,3 +132,23 @@ def test_what_comes_before_the_begin_is_for_another() -> None:
     fresh = ToldTree(NameScheme(block_size=SIZE))
     fresh.apply(told(1, tokens(1), parent=5))
     assert fresh.take() == []
+
+
+@pytest.mark.parametrize("kind", ["own", "sha256_cbor"])
+def test_an_image_over_two_runs(kind: NameKind) -> None:
+    """It begins in one run, and ends in the one below: names are those of the whole prompt, and what is told of it is
+    where it begins, counted from each block."""
+    scheme, images = NameScheme(kind=kind, block_size=SIZE), [(6, 8, b"cat"), (14, 1, b"\xff")]
+    known, keys, blocks = ToldTree(scheme), image_keys(images, SIZE), tokens(1, 2, 3, 4)
+    known.apply(Began())
+    known.apply(told(1, blocks[: 32 * 1], extras={1: keys[1]}))
+    known.apply(told(2, blocks[32:], parent=1, extras={0: keys[2], 1: keys[3]}))
+    _, above, below = known.take()
+    assert isinstance(above, BlockStored) and isinstance(below, BlockStored)
+    packed = np.frombuffer(blocks, np.int32)
+    assert [*above.block_hashes, *below.block_hashes] == name_blocks(scheme, scheme.names(), packed, "", images)
+    assert above.extra_keys == [None, (("cat", 2),)]
+    assert below.extra_keys == [(("cat", -2),), (("cat", -6), ("ff", 2))]
+    known.apply(RunsJoined(1, 2, 2))
+    ((whole, _, _),) = known.freeze()
+    assert whole.extra_keys() == [*above.extra_keys, *below.extra_keys]
