@@ -8,7 +8,6 @@ from typing import NamedTuple, Self
 
 from fastdeploy_cache.ipc.codec import Int32Array
 
-MOST_NEWS_BYTES = 2**17  # of names, in one answer
 LEFT_OUT = -1  # in place of a unit that a load is not to fill
 
 
@@ -78,11 +77,13 @@ class StoreNews(NamedTuple):
     Attributes:
         opened_ns: when the process began; a later one tells all anew.
         number: from 0 on; answers overtake each other.
+        has_more: there is more to be told now.
     """
 
     listener: int
     opened_ns: int
     number: int
+    has_more: bool
     came: bytes
     gone: bytes
 
@@ -101,7 +102,8 @@ class TransferTask:
 
     A task of storage has the blocks' hashes, joined, in the order of the prompt, where the
     store asks for them the prompt's tokens up to there (int32, little-endian), and the ids of one tier only. A LOOKUP
-    for a checkpoint has in `detail` a byte for each block: see `NO_STOP` in `storage.keys`. What else
+    for a checkpoint has in `detail` a byte for each block: see `NO_STOP` in `storage.keys`. A WRITE may have there the
+    hashes of the blocks before. What else
     a peer process has to know is in `detail`, too (`fastdeploy_cache.transfer_manager.peer.messages`). `owner` says
     whose blocks these are: see `storage.keys.owner_mark`. `listener` is who is to be told what the store has, and 0
     nobody; a higher number than before is told all.

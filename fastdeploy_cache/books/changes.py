@@ -83,7 +83,7 @@ class Soiled(Change):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StoreHeard(Change):
-    """Somebody listens to what a store has from now on, under this number."""
+    """Somebody listens to what a store has from now on, under this number; or still does, and wants to be sure."""
 
     listener: int
 
@@ -95,6 +95,11 @@ class StoreChanged(Change):
     rank: int
     num_ranks: int
     news: StoreNews
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class StoreNewsTaken(Change):
+    """Who listens to what a store has is behind with nothing."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

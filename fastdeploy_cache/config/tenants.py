@@ -79,7 +79,7 @@ class TenantConfig:
 
     @property
     def has_tier_share(self) -> bool:
-        """Whether there is something about the GPU and the CPU tier in its table, or nothing at all."""
+        """Whether the tree has to know it. A table that is about a store alone costs the tree nothing."""
         return not self.has_store_share or self != TenantConfig(
             namespace=self.namespace,
             guaranteed_store_share=self.guaranteed_store_share,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from threading import RLock
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES, BlockHasher
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.changes import StoreHeard
+from fastdeploy_cache.books.changes import StoreDetached, StoreHeard, StoreNewsTaken
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.config.tenants import store_shares
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from fastdeploy_cache.stats import StorageTierStats
     from fastdeploy_cache.storage.reads import StorageReads
     from fastdeploy_cache.storage.tier import StorageTier
-    from fastdeploy_cache.transfer_manager.storage.client import StorageClient
+    from fastdeploy_cache.transfer_manager.storage.client import StorageClient, StorageProcesses
     from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 
 logger = event_log(__name__)
@@ -53,14 +54,19 @@ class StorageAccess:
         self._is_attaching = self._has_warned = False
         self._listener = 0
         books.listen(StoreHeard, self._on_heard)
+        books.listen(StoreNewsTaken, self._on_taken)
         self.is_attached = False  # whether there is a store, whether or not it works now
 
     def _on_heard(self, heard: StoreHeard) -> None:
         self._listener = heard.listener
         for tier in (*self._beside, self._tier):
             if not isinstance(tier, NoTier):
-                tier.link.listener = heard.listener
-                tier.ask_news()
+                self._books.mishaps.contain("client", functools.partial(tier.link.news.hear, heard.listener))
+
+    def _on_taken(self, _: StoreNewsTaken) -> None:
+        for tier in (*self._beside, self._tier):
+            if not isinstance(tier, NoTier):
+                self._books.mishaps.contain("client", tier.link.news.taken)
 
     # -- verbs
 
@@ -96,37 +102,24 @@ class StorageAccess:
     def _attach(self, storage: StorageConfig, client: StorageClient | None) -> None:
         # late: a cache without a store does without all of these
         from fastdeploy_cache.storage.tier import StorageTier
-        from fastdeploy_cache.transfer_manager.storage.client import StorageProcesses
-        from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 
         config, layout = self._config, self._config.rank_layout()
+        store_shares(config.tenants, storage)
         if not config.pool_sizes()[1] or (layout is None and client is None):
             raise ConfigError("storage goes through the CPU tier and needs a layout; give the cache num_cpu_blocks")
         self._given = storage if client is None else None
-        if client is None:
-            assert layout is not None
-            segments = self._movement.client.cpu_segments()
-            num_ranks = config.transfer.tp_size
-            spaces = [
-                KeySpace.of(storage.weights_id, layout, config.block_size, rank, num_ranks) for rank in range(num_ranks)
-            ]
-            client = StorageProcesses(
-                storage,
-                config.transfer,
-                spaces=spaces,
-                segments=segments,
-                shares=store_shares(config.tenants, storage),
-                clock=self._books.clock,
-            )
+        client = self._new_client(storage) if client is None else client
         tier = StorageTier(config, storage, self._books, client, self._movement)
         with self._books:
-            tier.link.listener = self._listener
+            tier.link.news.listener = self._listener
             self._beside.append(tier)  # its probes own blocks before `start` has come back
         try:
             client.start(tier.on_result, tier.on_ready)
         except BaseException:
             with self._books:
                 self._beside.remove(tier)
+                tier.link.is_detached, tier.link.news.listener = True, 0
+                self._books.note(StoreDetached())
             tier.link.close()
             raise
         try:
@@ -143,6 +136,24 @@ class StorageAccess:
             client.stop()
             self._close_idle()
             raise
+
+    def _new_client(self, storage: StorageConfig) -> StorageProcesses:
+        from fastdeploy_cache.transfer_manager.storage.client import StorageProcesses
+        from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
+
+        config, layout = self._config, self._config.rank_layout()
+        assert layout is not None
+        num_ranks = config.transfer.tp_size
+        return StorageProcesses(
+            storage,
+            config.transfer,
+            spaces=[
+                KeySpace.of(storage.weights_id, layout, config.block_size, rank, num_ranks) for rank in range(num_ranks)
+            ],
+            segments=self._movement.client.cpu_segments(),
+            shares=store_shares(config.tenants, storage),
+            clock=self._books.clock,
+        )
 
     def detach(self) -> None:
         """End the storage processes; what is on its way is answered as failed. Safe without a store."""

@@ -143,7 +143,8 @@ class CheckpointWrites:
         names, priority = names_of_image(self._tree.names, checkpoint, len(pages)), checkpoint.run.stored.priority
         stored = checkpoint.stored.but(num_offered=1)
         namespace = checkpoint.run.root().namespace
-        task = self._link.new_task(TaskKind.WRITE, namespace, names, sources=pages, priority=priority)
+        above = self._link.above(checkpoint.run, checkpoint.end)
+        task = self._link.new_task(TaskKind.WRITE, namespace, names, sources=pages, priority=priority, detail=above)
         self._pool.begin_reading(pages)  # first: see `StorageWrites`
         try:
             self._link.outbox.put(task, self._writes, _ImageWrite(checkpoint, pages))

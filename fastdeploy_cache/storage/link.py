@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,16 +13,17 @@ import numpy as np
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_pool import TASK
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.run import CPU
+from fastdeploy_cache.books.run import CPU, Run
 from fastdeploy_cache.books.tenants.shares import REST
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.outbox import InFlight, Outbox
 from fastdeploy_cache.policies.breaker import Breaker
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
+from fastdeploy_cache.storage.news import StoreListening
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.storage.keys import owner_mark
-from fastdeploy_cache.transfer_manager.task import MOST_NEWS_BYTES, TaskKind, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 logger = event_log(__name__)
 
@@ -42,8 +43,11 @@ class StorageLink:
         client: StorageClient,
         speeds: LoadOrCompute,
         on_result: Callable[[TransferResult], None],
+        *,
+        sharing: Collection[str] = (),
     ) -> None:
-        """`on_result` is what the client is started with."""
+        """`on_result` is what the client is started with. `sharing`: the namespaces that have a share of the store."""
+        self._sharing = frozenset(sharing)
         self._books, self._tree, self._pool = books, books.tree, books.pools[CPU]
         self._timeout_seconds, self._clock = storage.task_timeout_seconds, books.clock
         self.client, self.speeds = client, speeds
@@ -54,11 +58,10 @@ class StorageLink:
         self.counts: dict[int, dict[str, int]] = {}  # by rank: what its store says of itself
         self.ended_counts = Counter[str]()  # of these, what the processes before them had counted
         self.is_quiet = False  # nothing is to be started
-        self.listener = 0  # who is told what the store has; 0: nobody
+        self.news = StoreListening(books, self._ask_news)
         self._has_rows = books.rows is not None
         self._next_task_id = 1
         self._probes: dict[int, array[int]] = {}
-        self._news_asked: dict[int, None] = {}
         self.is_detached = False  # a store whose thread was held up may open after that: nobody would own a probe then
 
     def close(self) -> None:
@@ -90,7 +93,7 @@ class StorageLink:
     @property
     def is_probing(self) -> bool:
         """Whether a probe, or a question for news, is on its way."""
-        return bool(self._probes or self._news_asked)
+        return bool(self._probes or self.news.asked)
 
     def can(self, kind: TaskKind) -> bool:
         """Whether to give it a task now. Where it was left alone for long enough, a probe is sent."""
@@ -141,7 +144,7 @@ class StorageLink:
             self.writing.probe_ended(result.error is None and result.num_blocks > 0 if was_tried else None, now)
         if result.error is None:
             self.note_read(result)
-        self._note_counts(result)
+        self.note_counts(result)
 
     def judge(self, result: TransferResult) -> None:
         """Another task has ended: what it says of the store."""
@@ -151,7 +154,7 @@ class StorageLink:
                 breaker.succeeded()
             elif result.is_failure:
                 breaker.failed(self._clock.now())
-        self._note_counts(result)
+        self.note_counts(result)
 
     def _breaker(self, kind: TaskKind) -> Breaker:
         return self.writing if kind is TaskKind.WRITE else self.reading
@@ -167,7 +170,8 @@ class StorageLink:
                 state = "closed" if breaker.is_closed else "open"
                 logger.warning("event=storage_breaker side=%s state=%s error=%r", side, state, result.error)
 
-    def _note_counts(self, result: TransferResult) -> None:
+    def note_counts(self, result: TransferResult) -> None:
+        """What each rank's store says of itself."""
         for rank, counts in [(each.rank, each.counts) for each in result.ranks if each.counts is not None]:
             before = self.counts.get(rank, {})
             opened, known = counts.get("opened_ns", 0), before.get("opened_ns", 0)
@@ -177,22 +181,18 @@ class StorageLink:
             elif opened == known:  # answers overtake each other
                 self.counts[rank] = counts | {name: max(counts.get(name, 0), before.get(name, 0)) for name in _RISING}
 
-    def ask_news(self) -> None:
-        """Ask what the store has, where somebody listens: no other task may come that would bring it."""
-        is_away = self.is_quiet or self.is_detached or not self.client.available
-        if self.listener and not self._news_asked and not is_away:
-            self.outbox.put(self.new_task(TaskKind.LOOKUP, "", b""), self._news_asked, None)
+    def _ask_news(self, asked: dict[int, None]) -> None:
+        if self.is_quiet or self.is_detached or not self.client.available or not self.client.has_room(TaskKind.LOOKUP):
+            return
+        self.outbox.put(self.new_task(TaskKind.LOOKUP, "", b""), asked, None)
 
-    def end_news(self, result: TransferResult) -> bool:
-        """Whether this was such a question. Where more is to be told, it is asked once more."""
-        if result.task.task_id not in self._news_asked:
-            return False
-        del self._news_asked[result.task.task_id]
-        self._note_counts(result)
-        news = [each.news for each in result.ranks if each.news is not None]
-        if any(len(each.came) + len(each.gone) >= MOST_NEWS_BYTES for each in news):
-            self.ask_news()
-        return True
+    def above(self, run: Run, end: int) -> bytes:
+        """The hashes of the blocks before a block of a run, where its owner has a share of the store; else none."""
+        *before, _ = path = run.path()
+        if run.root().namespace not in self._sharing:
+            return b""
+        names = [self._tree.names.of(each, 0, each.num_blocks) for each in before]
+        return b"".join(names) + self._tree.names.of(path[-1], 0, end)
 
     def note_read(self, result: TransferResult) -> None:
         """How long the slowest rank took for how many bytes."""
@@ -225,5 +225,5 @@ class StorageLink:
             priority=priority,
             detail=detail,
             owner=owner_mark(namespace),
-            listener=self.listener,
+            listener=self.news.listener,
         )

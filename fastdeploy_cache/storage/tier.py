@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.changes import Copied, ImageCopied, RoomCame, StoreChanged, StoreDetached, Used
+from fastdeploy_cache.books.changes import Copied, ImageCopied, RoomCame, StoreDetached, Used
 from fastdeploy_cache.books.run import CPU, Run
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.ipc.event_log import event_log
@@ -37,7 +37,8 @@ class StorageTier:
     ) -> None:
         self._config, self._books, self._copy_down = config, books, movement.copy_down
         movement.speeds.forget_storage()
-        self.link = StorageLink(storage, books, client, movement.speeds, self.on_result)
+        sharing = [tenant.namespace for tenant in config.tenants if tenant.has_store_share]
+        self.link = StorageLink(storage, books, client, movement.speeds, self.on_result, sharing=sharing)
         limits = StorageLimits.of(config)
         self.reads = StorageReads(books, self.link, limits, UnaskedStore(config, limits.min_blocks))
         self.writes = StorageWrites(books, self.link, limits)
@@ -66,6 +67,7 @@ class StorageTier:
         """Take nothing more, and answer who waits. What is on its way still comes back."""
         books, self.is_attached, self.link.is_detached = self._books, False, True
         books.note(StoreDetached())
+        self.link.news.listener = 0
         books.ignore(Copied, self.write_out.on_copied)
         books.ignore(ImageCopied, self.write_out.on_image_copied)
         books.ignore(Used, self.write_out.on_used)
@@ -105,12 +107,8 @@ class StorageTier:
             self.link.warn_if_unfit()
             self._probe()
         self._was_open = True
-        self.ask_news()
+        self._books.mishaps.contain("client", self.link.news.opened)
         self.writes.pump()
-
-    def ask_news(self) -> None:
-        """See `StorageLink.ask_news`."""
-        self._books.mishaps.contain("client", self.link.ask_news)
 
     def _probe(self) -> None:
         """Where this fails, only the store's speed stays unknown: what is queued to be written does not wait for it."""
@@ -125,6 +123,7 @@ class StorageTier:
         else:
             if self._was_open and not self._was_probed:
                 self._probe()
+            self._books.mishaps.contain("client", self.link.news.go_on)
             self.writes.pump()
 
     def stop(self) -> None:
@@ -159,17 +158,9 @@ class StorageTier:
             self._books.mishaps.contain("landing", functools.partial(self._finish, result))
             seconds = self.link.tasks.end(result.task.task_id)
             self._books.note(StorageTaskEnded(result=result, seconds=seconds, request_id=request_id))
-            if self.link.listener and not self.link.is_detached:
-                self._books.mishaps.contain("landing", functools.partial(self._tell_news, result))
+            self._books.mishaps.contain("landing", functools.partial(self.link.news.finish, result))
         if result.is_failure:  # not what was cancelled, as nobody waits for it any more
             logger.info("event=storage_task_failed kind=%s error=%r", result.task.kind.value, result.error)
-
-    def _tell_news(self, result: TransferResult) -> None:
-        if (result.error is not None or result.task.listener != self.link.listener) and result.task.hashes:
-            self.ask_news()  # what this one has changed may have been told to nobody
-        for each in result.ranks:
-            if each.news is not None:
-                self._books.note(StoreChanged(rank=each.rank, num_ranks=len(result.ranks), news=each.news))
 
     def _finish(self, result: TransferResult) -> None:
         if result.task.kind is TaskKind.PROBE:
@@ -178,8 +169,8 @@ class StorageTier:
             written = self.writes.finish(result)
             if written is not None:
                 self.write_out.go_on(written)
-        elif self.link.end_news(result):
-            pass
+        elif result.task.task_id in self.link.news.asked:
+            self.link.note_counts(result)
         elif self.audits.has_asked(result.task.task_id):
             self.audits.finish(result)
         elif self.forgets.has_asked(result.task.task_id):

@@ -207,7 +207,15 @@ class StorageWrites:
             tokens = b"".join([bytes(upper.tokens) for upper in above])
             tokens += bytes(run.tokens[: (start + num_blocks) * self._tree.block_bytes])
         namespace, priority = run.root().namespace, run.stored.priority
-        task = self._link.new_task(TaskKind.WRITE, namespace, hashes, sources=ids, token_ids=tokens, priority=priority)
+        task = self._link.new_task(
+            TaskKind.WRITE,
+            namespace,
+            hashes,
+            sources=ids,
+            token_ids=tokens,
+            priority=priority,
+            detail=self._link.above(run, start),
+        )
         # Noted before it can go out: blocks that are not known to be read are given out again, and what is filled into
         # them would be written under the hash of what was there.
         self._pool.begin_reading(ids)

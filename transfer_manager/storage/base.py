@@ -28,6 +28,8 @@ class Blocks:
         token_ids: int32, the prompt's tokens up to the end of the last block; for stores with `needs_token_ids` only.
         priority: of the request, 0 to 100, where it has one.
         owner: whose they are: see `keys.owner_mark`.
+        above: where owners have shares of the store, the names of the blocks before them: what is there of these is
+            used with them, and does not go for them.
     """
 
     hashes: Sequence[bytes]
@@ -36,6 +38,7 @@ class Blocks:
     token_ids: np.ndarray[Any, np.dtype[np.int32]] | None = None
     priority: float | None = None
     owner: bytes = b""
+    above: Sequence[bytes] = ()
 
 
 class Written(NamedTuple):
@@ -60,9 +63,11 @@ class StorageStats:
 
 
 class News(NamedTuple):
-    """What has come to a store and gone: names of objects, joined. `number` counts; 0: nothing was told before."""
+    """What has come to a store and gone: names of objects, joined. `number` counts; 0: nothing was told before.
+    `has_more`: there is more to be told now."""
 
     number: int
+    has_more: bool
     came: bytes
     gone: bytes
 

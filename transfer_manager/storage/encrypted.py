@@ -172,6 +172,7 @@ class EncryptedStorage:
             blocks,
             token_ids=tokens,
             hashes=blocks.hashes[start : start + len(rows)],
+            above=[*blocks.above, *blocks.hashes[:start]],
             buffers=[memoryview(row) for row in rows],
             addresses=[row.ctypes.data for row in rows],
         )

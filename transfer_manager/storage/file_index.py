@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
 
 from fastdeploy_cache.transfer_manager.storage.base import News
@@ -80,13 +80,16 @@ class Index:
                     seen.setdefault(block_hash, i)
             return list(seen.values())
 
-    def touch(self, hashes: Sequence[bytes]) -> None:
-        """A chain was used. Its end goes first later on: without its beginning it is worth nothing."""
+    def touch(self, hashes: Sequence[bytes]) -> set[bytes]:
+        """A chain was used; returns what is there of it. Its end goes first later on: without its beginning it is worth
+        nothing."""
         with self._lock:
+            there = {block_hash for block_hash in hashes if block_hash in self._entries}
             for block_hash in reversed(hashes):
-                if block_hash in self._entries:
+                if block_hash in there:
                     self._used(block_hash)
                     self.was_touched = True
+            return there
 
     def _used(self, block_hash: bytes) -> None:
         self._entries.move_to_end(block_hash)
@@ -142,26 +145,31 @@ class Index:
                 self._forget(put)
             return len(found)
 
-    def evict(self, num: int, num_kept: int, owner: bytes) -> int:
-        """Forget the least recently used that may make room for an owner, but not the last `num_kept`; returns how
-        many."""
+    def evict(self, num: int, num_needed: int, kept: Collection[bytes], owner: bytes) -> int:
+        """Forget up to so many that may make room for an owner, the least recently used: of its own no more than are
+        needed, and not what is kept, which was used just now. Returns how many."""
         with self._lock:
-            num = max(min(num, len(self._entries) - num_kept), 0)
+            num = max(min(num, len(self._entries) - len(kept)), 0)
             if self._shares is not None:
-                return self._forget_each(self._shares.victims(num, num_kept, owner))
+                return self._forget_each(self._shares.victims(num, min(num, num_needed), kept, owner))
             for _ in range(num):
                 self._forget(next(iter(self._entries.values())))
             return num
 
-    def keep_to_share(self, num: int, num_kept: int, owner: bytes) -> tuple[int, int]:
-        """How many of so many objects more an owner may have. Where they are too many, its own least recently used go,
-        but not the last `num_kept`; how many those are comes second."""
+    def keep_to_share(
+        self, num: int, kept: Collection[bytes], owner: bytes, *, is_whole: bool, num_slots: int
+    ) -> tuple[int, int]:
+        """How many of so many objects more an owner may have, of a store with so many slots. Where they are too many,
+        its own least recently used go, but not what is kept; how many those are comes second. `is_whole`: all, or
+        none."""
         if self._shares is None:
             return num, 0
         with self._lock:
-            num_over = self._shares.num_over(owner, num)
-            num_gone = self._forget_each(self._shares.own(owner, num_over, num_kept))
-            return max(0, num - num_over + num_gone), num_gone
+            self._shares.fit(num_slots)
+            num_room, gone = self._shares.room(num, kept, owner)
+            if is_whole and num_room < num:
+                return 0, 0
+            return num_room, self._forget_each(gone)
 
     def _forget_each(self, names: Sequence[bytes]) -> int:
         for name in names:
@@ -172,12 +180,12 @@ class Index:
         del self._entries[put.block_hash]
         if self._shares is not None:
             self._shares.remove(put.block_hash)
-        if self._news is not None:
-            self._news.note(put.block_hash, is_there=False)
         if self._fresh.pop(put.slot, None) is not None:
             self._free.append(put.slot)
         else:
             self._retired.append(put.slot)
+        if self._news is not None:
+            self._news.note(put.block_hash, is_there=False)
 
     def news(self, listener: int) -> News | None:
         """See `Storage.news`."""

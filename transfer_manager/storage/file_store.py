@@ -8,7 +8,7 @@ a write, `file_full` tells of a full disk, `file_disk` is the operating system.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class FileStorage:
             raise StorageRefusedError(f"memory has {segment.shape[1]} bytes per block, the space {space.object_bytes}")
         slot_bytes = slot_bytes_of(space.object_bytes)
         num_slots = self._capacity_bytes // slot_bytes
-        self._index = Index(_shares_of(options, num_slots))
+        self._index, self._most_slots = Index(_shares_of(options, num_slots)), num_slots
         if not num_slots:
             raise StorageRefusedError(
                 f"capacity_bytes is {self._capacity_bytes} for this rank, and one object takes {slot_bytes}; raise it"
@@ -164,14 +164,14 @@ class FileStorage:
         self._commits.raise_failure()
         hashes = blocks.hashes
         self._commits.check_there()
-        self._index.touch(hashes)
+        kept = self._index.touch([*blocks.above, *hashes])
         missing = self._index.missing(hashes)
-        num_kept = len(set(hashes)) - len(missing)
-        if not (missing and is_page(hashes[missing[0]])):  # of a checkpoint, whose blocks were admitted before it
+        is_image = bool(missing) and is_page(hashes[missing[0]])
+        if not is_image:  # of a checkpoint, whose blocks were admitted before it
             del missing[self._admission.admit([hashes[i] for i in missing], blocks.priority) :]
         if missing:
             with _failing(f"write to {self._path}"):
-                slots = self._take_slots(len(missing), num_kept, blocks.owner)
+                slots = self._take_slots(len(missing), kept, blocks.owner, is_whole=is_image)
                 del missing[len(slots) :]
                 names = [hashes[i] for i in missing]
                 try:
@@ -186,9 +186,11 @@ class FileStorage:
         num_leading = len(self._index.find_leading(hashes))
         return Written(num_leading, len(missing) * self._space.object_bytes)
 
-    def _take_slots(self, num: int, num_kept: int, owner: bytes) -> list[int]:
-        """Free slots, as many of those wanted as there are: free now, in a new slab, or by eviction. Raises OSError."""
-        num, num_gone = self._index.keep_to_share(num, num_kept, owner)
+    def _take_slots(self, num: int, kept: Collection[bytes], owner: bytes, *, is_whole: bool) -> list[int]:
+        """Free slots, as many of those wanted as there are: free now, in a new slab, or by eviction. Raises OSError.
+        `is_whole`: where its owner's share is short, none."""
+        num_all = self._slabs.num_slots if self._is_full else self._most_slots
+        num, num_gone = self._index.keep_to_share(num, kept, owner, is_whole=is_whole, num_slots=num_all)
         self._num_evicted += num_gone
         self._num_until_growth -= 1
         if not self._num_until_growth:
@@ -200,7 +202,7 @@ class FileStorage:
             if short > self._index.num_retired:
                 # Some more at a time: the journal is synced for it.
                 batch = max(short - self._index.num_retired, self._slabs.num_slots // 64)
-                self._num_evicted += self._index.evict(batch, num_kept, owner)
+                self._num_evicted += self._index.evict(batch, short - self._index.num_retired, kept, owner)
             self._commits.commit_removals()
         return self._index.take(num)
 
@@ -310,8 +312,7 @@ class FileStorage:
 
 def _shares_of(options: Mapping[str, Any], num_slots: int) -> SlotShares | None:
     shares: Sequence[tuple[bytes, float, float]] = options.get("shares", ())
-    of_slots = [SlotShare(owner, int(least * num_slots), int(most * num_slots)) for owner, least, most in shares]
-    return SlotShares(of_slots) if of_slots else None
+    return SlotShares([SlotShare(*share) for share in shares], num_slots) if shares else None
 
 
 @contextmanager

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from itertools import islice
 
 from fastdeploy_cache.transfer_manager.storage.base import News, Storage
 from fastdeploy_cache.transfer_manager.storage.keys import PROBE_OWNER, is_owned, is_page
-from fastdeploy_cache.transfer_manager.task import MOST_NEWS_BYTES
 
-_MOST_NAMES = MOST_NEWS_BYTES // 32  # told at a time
+_MOST_NAMES = 4096  # told at a time: 128 KiB
 
 
 class NewsLog:
@@ -18,11 +18,13 @@ class NewsLog:
     Pages of checkpoints are not told, and neither is the noise by which a store is tried.
     """
 
-    def __init__(self, listener: int, names: Iterable[bytes]) -> None:
-        """`names`: all that is there now."""
-        self.listener = listener
-        self._came = {name: None for name in names if _is_told(name)}
-        self._gone: dict[bytes, None] = {}
+    def __init__(self, listener: int, entries: Mapping[bytes, object]) -> None:
+        """`entries`: by name, what is there; it changes with each `note`."""
+        self.listener, self._entries = listener, entries
+        self._first = list(entries)  # that was there at the begin, the next at the end
+        self._first.reverse()
+        self._came: OrderedDict[bytes, None] = OrderedDict()
+        self._gone: OrderedDict[bytes, None] = OrderedDict()
         self._number = 0
 
     def note(self, name: bytes, *, is_there: bool) -> None:
@@ -33,12 +35,23 @@ class NewsLog:
             newer[name] = None
 
     def take(self) -> News | None:
-        """What is told next, the objects that have gone first; None: nothing is new."""
-        if self._number and not self._came and not self._gone:
+        """What is told next, the objects that have gone first; None: nothing is new. On `MemoryError` it is told the
+        next time."""
+        if self._number and not (self._came or self._gone or self._first):
             return None
-        number, self._number = self._number, self._number + 1
-        gone = _taken(self._gone, _MOST_NAMES)
-        return News(number, b"".join(_taken(self._came, _MOST_NAMES - len(gone))), b"".join(gone))
+        gone = list(islice(self._gone, _MOST_NAMES))
+        came = list(islice(self._came, _MOST_NAMES - len(gone)))
+        num_first = min(len(self._first), _MOST_NAMES - len(gone) - len(came))
+        first = [name for name in self._first[len(self._first) - num_first :] if name in self._entries]
+        first = [name for name in reversed(first) if _is_told(name) and name not in self._came]
+        has_more = len(gone) + len(came) + num_first < len(self._gone) + len(self._came) + len(self._first)
+        news = News(self._number, has_more, b"".join(came + first), b"".join(gone))
+        del self._first[len(self._first) - num_first :]
+        for told, names in ((self._gone, gone), (self._came, came)):
+            for name in names:
+                del told[name]
+        self._number += 1
+        return news
 
 
 def news_of(store: Storage, listener: int) -> News | None:
@@ -49,10 +62,3 @@ def news_of(store: Storage, listener: int) -> News | None:
 
 def _is_told(name: bytes) -> bool:
     return not is_page(name) and not is_owned(name, PROBE_OWNER)
-
-
-def _taken(names: dict[bytes, None], most: int) -> list[bytes]:
-    taken = list(islice(names, most))
-    for name in taken:
-        del names[name]
-    return taken

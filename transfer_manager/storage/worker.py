@@ -119,9 +119,13 @@ class StorageExecutor:
         there = find_each(self._store, [owned(page_names(block_hash, 1)[0], task.owner) for block_hash in hashes])
         return next((end for end, is_there in zip(asked, there, strict=True) if is_there), bare)
 
+    @staticmethod
+    def _names(hashes: bytes, owner: bytes) -> list[bytes]:
+        starts = range(0, len(hashes), _HASH_BYTES)
+        return [owned(hashes[start : start + _HASH_BYTES], owner) for start in starts]
+
     def _blocks(self, task: TransferTask, ids: Int32Array | None = None) -> Blocks:
-        starts = range(0, len(task.hashes), _HASH_BYTES)
-        hashes = [owned(task.hashes[start : start + _HASH_BYTES], task.owner) for start in starts]
+        hashes = self._names(task.hashes, task.owner)
         block_ids = ids.tolist() if ids is not None else []
         if block_ids and (len(block_ids) != len(hashes) or not all(0 <= i < len(self._segment) for i in block_ids)):
             raise StorageError(f"{len(hashes)} hashes with {len(block_ids)} blocks, or an id outside the CPU pool")
@@ -132,6 +136,7 @@ class StorageExecutor:
             token_ids=np.frombuffer(task.token_ids, "<i4") if task.token_ids else None,
             priority=task.priority,
             owner=task.owner,
+            above=self._names(task.detail, task.owner) if task.kind is TaskKind.WRITE else (),
         )
 
     def _probe(self, task: TransferTask) -> Moved:
@@ -139,7 +144,8 @@ class StorageExecutor:
 
         A store that fails to write can still be read: that is `num_blocks` 0, and no error.
         """
-        blocks = dataclasses.replace(self._blocks(task, task.destination_ids), owner=PROBE_OWNER)
+        names = self._names(task.hashes, PROBE_OWNER)
+        blocks = dataclasses.replace(self._blocks(task, task.destination_ids), owner=PROBE_OWNER, hashes=names)
         self._store.count_leading(blocks)
         noise = [SYSTEM_CLOCK.random_bytes(self._size) for _ in blocks.buffers]
         for buffer, data in zip(blocks.buffers, noise, strict=True):

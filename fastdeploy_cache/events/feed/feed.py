@@ -10,7 +10,15 @@ from collections import deque
 import numpy as np
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.changes import Forgotten, GpuForgotten, StoreChanged, StoreDetached, StoreHeard, TierLost
+from fastdeploy_cache.books.changes import (
+    Forgotten,
+    GpuForgotten,
+    StoreChanged,
+    StoreDetached,
+    StoreHeard,
+    StoreNewsTaken,
+    TierLost,
+)
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.config.events import EventsConfig
 from fastdeploy_cache.errors import ConfigError, LifeCycleError
@@ -71,6 +79,7 @@ class EventFeed:
         self._is_new = self._is_closing = False  # the publisher knows nothing yet
         self._listener = 0  # to the store: another one, which is told all, whenever all is told anew
         self._of_store: deque[Note] = deque()  # put under the lock
+        self._is_owed = False  # it is to be told that all of that was taken
 
     def _new_setup(self, incarnation: int, queue_fds: tuple[int, ...], signal_fd: int) -> PublisherSetup:
         events, data_parallel_id = self._events, self._transfer.data_parallel_id
@@ -106,7 +115,7 @@ class EventFeed:
         for change in (Forgotten, GpuForgotten, TierLost):  # whatever may have reset the tree
             self._books.listen(change, lambda _: self.tap.note_forgotten())
         self._books.listen(StoreChanged, self._on_store)
-        self._books.listen(StoreDetached, lambda _: self._note_of_store((int(RecordTag.STORE_GONE),)))
+        self._books.listen(StoreDetached, self._on_detached)
         callbacks = Callbacks(self._on_result, on_ready=self._on_ready)
         io = self._processes.start(callbacks, _START_SECONDS)
         if io.start_failure is not None:
@@ -136,9 +145,12 @@ class EventFeed:
 
     def _run(self) -> None:
         while not self._is_closing:
-            self._wake.wait(_IDLE_SECONDS)
+            is_idle = not self._wake.wait(_IDLE_SECONDS)
             if self._is_closing:
                 return
+            if is_idle and self._listener:  # a store may have lost something by itself, or have failed to answer
+                with self._books:
+                    self._books.note(StoreHeard(listener=self._listener))
             self._wake.clear()
             self._clock.sleep(_GATHER_SECONDS)
             try:
@@ -160,10 +172,17 @@ class EventFeed:
         while (self.tap.is_behind or self._of_store) and self._num_in_flight < _MOST_IN_FLIGHT:
             with self._books:
                 notes = self.tap.take(_TURN_RUNS, _TURN_BYTES)
-            if self._of_store:  # behind `Began`, which comes with the first that is taken
+            num_bytes = 0
+            while self._of_store and num_bytes < _TURN_BYTES:  # behind `Began`, which comes with the first records
                 notes.append(self._of_store.popleft())
+                num_bytes += sum([len(part) for part in notes[-1] if isinstance(part, bytes)])
+                self._is_owed = True
             if notes:
                 self._submit(notes)
+        if self._is_owed and not self._of_store and not self._num_in_flight:
+            self._is_owed = False
+            with self._books:
+                self._books.note(StoreNewsTaken())
 
     def tell_anew(self) -> None:
         """Whatever the publisher knows, tell it all that is cached from the begin."""
@@ -223,6 +242,10 @@ class EventFeed:
         news = change.news
         if news.listener == self._listener:
             self._note_of_store((int(RecordTag.STORE), change.rank, change.num_ranks, *news[1:]))
+
+    def _on_detached(self, _: StoreDetached) -> None:
+        self._of_store.clear()  # whatever it has said
+        self._note_of_store((int(RecordTag.STORE_GONE),))
 
     def _note_of_store(self, note: Note) -> None:
         if len(self._of_store) >= _MOST_STORE_NOTES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES, TOKEN_BYTES
 from fastdeploy_cache.errors import CodecError
@@ -57,6 +57,16 @@ class Node:
         digests = bytes(self.digests[first * HASH_BYTES : end * HASH_BYTES])
         salt = "" if before else self.namespace
         return Stretch(before, digests, bytes(self.tokens[first * size : end * size]), extras, salt)
+
+    def blocks(self, first: int) -> Iterator[Stretch]:
+        """Each block by itself, from this one on."""
+        size, before, extras = self._block_bytes, self.before(first), self.extras or {}
+        for block in range(first, self.num_blocks):
+            digest = bytes(self.digests[block * HASH_BYTES : (block + 1) * HASH_BYTES])
+            extra = {0: extras[block]} if block in extras else None
+            tokens = bytes(self.tokens[block * size : (block + 1) * size])
+            yield Stretch(before, digest, tokens, extra, "" if before else self.namespace)
+            before = digest
 
     def last(self, place: int, num_blocks: int) -> Stretch:
         """The last so many blocks in front of a place, which may lie in runs above."""

@@ -18,7 +18,7 @@ from fastdeploy_cache.events.publisher.node import Node
 from fastdeploy_cache.events.publisher.stretch import Stretch, joined
 from fastdeploy_cache.transfer_manager.storage.keys import owned, owner_mark
 
-_MOST_EARLY = 256  # answers of a rank that come before another one
+_MOST_EARLY = 128  # answers of a rank that come before another one
 
 
 class _Block(NamedTuple):
@@ -105,8 +105,7 @@ class ToldStore:
             return
         namespace = _namespace_of(node)
         mark = owner_mark(namespace)
-        for place in range(first, node.num_blocks):
-            stretch = node.stretch(place, place + 1)
+        for stretch in node.blocks(first):
             digest = stretch.digests
             self._in_tree.add(digest)
             if digest not in self._blocks:

@@ -20,15 +20,17 @@ def split(joined: bytes) -> list[bytes]:
 
 def test_a_large_store_is_told_in_pieces() -> None:
     """None has more names than an answer may, what has gone comes first, and nothing is told twice."""
-    log = NewsLog(1, map(name, range(10_000)))
+    entries = dict.fromkeys(map(name, range(10_000)))
+    log = NewsLog(1, entries)
     first = log.take()
     assert first is not None and first.number == 0 and split(first.came) == [name(n) for n in range(_MOST)]
     for number in (1, 9_999, 5_000):
+        del entries[name(number)]
         log.note(name(number), is_there=False)
     rest = []
     while (news := log.take()) is not None:
         rest.append(news)
-    assert [news.number for news in rest] == [1, 2]
+    assert [(news.number, news.has_more) for news in rest] == [(1, True), (2, False)] and first.has_more
     assert split(rest[0].gone) == [name(1), name(9_999), name(5_000)] and not rest[1].gone
     assert all(len(news.came + news.gone) <= 32 * _MOST for news in rest)
     came = split(rest[0].came + rest[1].came)
@@ -37,7 +39,7 @@ def test_a_large_store_is_told_in_pieces() -> None:
 
 def test_the_last_of_each_name_counts() -> None:
     """Gone and written again, or the other way: one thing is told."""
-    log = NewsLog(1, [name(1)])
+    log = NewsLog(1, {name(1): None})
     log.note(name(1), is_there=False)
     log.note(name(2), is_there=True)
     log.note(name(2), is_there=False)
@@ -48,8 +50,8 @@ def test_the_last_of_each_name_counts() -> None:
 
 def test_an_empty_store_says_so_once() -> None:
     """By that a listener knows that all was told anew; noise and pages are no news."""
-    log = NewsLog(1, [])
-    assert log.take() == (0, b"", b"") and log.take() is None
+    log = NewsLog(1, {})
+    assert log.take() == (0, False, b"", b"") and log.take() is None
     for each in (owned(name(1), PROBE_OWNER), page_names(name(1), 1)[0]):
         log.note(each, is_there=True)
         log.note(each, is_there=False)
