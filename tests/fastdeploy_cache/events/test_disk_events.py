@@ -40,6 +40,12 @@ def wait_on_disk(mirror: Mirror, num_blocks: int) -> None:
     assert mirror.num_blocks("DISK") == num_blocks, mirror.counts()
 
 
+def wait_known(mirror: Mirror, tokens: list[int]) -> None:
+    """Until a prompt is said to be cached, wherever."""
+    with mirror._lock:
+        assert mirror._lock.wait_for(lambda: mirror.find(tokens).num_tokens == len(tokens) - 1, _SECONDS)
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_what_is_written_is_told(tmp_path: Path, tp_size: int) -> None:
     """A prompt is in the store of every rank: a mirror finds it there when the tiers have been cleared, and it is
@@ -65,8 +71,10 @@ def test_what_the_store_evicts_is_told(tmp_path: Path) -> None:
         assert mirror.wait_current(_SECONDS)
         engine = Engine(cache, 1)
         for number in range(120):
-            engine.serve([token + 1000 * (number + 1) for token in PROMPT])
+            tokens = [token + 1000 * (number + 1) for token in PROMPT]
+            engine.serve(tokens)
             drained(cache)
+            wait_known(mirror, tokens)  # what has left the tiers before it was told is not told of the store
         stats = cache.stats().storage
         assert stats is not None and stats.num_evicted_objects > 0 and stats.num_written_blocks == 120 * _NUM_BLOCKS
         wait_on_disk(mirror, 120 * _NUM_BLOCKS - stats.num_evicted_objects)
