@@ -290,8 +290,8 @@ class PrefixCacheManager:
     def prefetch(self, request: Request, *, with_last_token: bool = False) -> Prefetch:
         """A request has been queued: fetch from storage, to the CPU tier, what no tier here has of it.
 
-        It takes no GPU blocks and pins nothing, so requests that wait never block each other; what is cached of it is
-        not the next to be evicted. A `match` meanwhile grows with what comes; `release` or `end_prefetch` ends it.
+        It pins nothing, so requests that wait never block each other; what is cached of it is not evicted next. A `match`
+        meanwhile grows with what comes, but ends what `peers.borrow_from` brings; `release` or `end_prefetch` ends it.
 
         `with_last_token`: a block that ends with the prompt's last token is wanted, too. A match does not take it, as
         that token is computed; an engine that loads blocks itself (`blocks.copies`) may.
@@ -340,7 +340,7 @@ class PrefixCacheManager:
         self._books.close()
         self._expiry.stop()
         self.storage.detach()
-        self.peers.road.close()
+        self.peers.close()
         self._movement.stop()
         self._seen.close()
         self.control.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.books import Books
@@ -15,6 +16,7 @@ from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.absent import NoRoad
+from fastdeploy_cache.peers.borrowing import Borrowing, Lenders
 from fastdeploy_cache.peers.transfers import OTHERS, Receive, Send
 from fastdeploy_cache.request import Request, no_request
 from fastdeploy_cache.requests.active_request import ActiveRequest, Committed
@@ -38,6 +40,8 @@ class Peers:
     def __init__(self, config: CacheConfig, books: Books, requests: Requests, metrics: CacheMetrics) -> None:
         self._config, self._books, self._requests, self._metrics = config, books, requests, metrics
         self.road: Road | NoRoad = NoRoad()
+        self._borrowing: Borrowing | None = None
+        self._is_worth_borrowing: Callable[[int], bool] = bool
         requests.keep_offered = lambda active, ids: self.road.sends.released(active, ids)  # noqa: PLW0108 (of that road)
         books.listen(Forgotten, self._on_forgotten)
         books.listen(Committed, lambda committed: self.road.sends.committed(committed.active))
@@ -53,6 +57,7 @@ class Peers:
         from fastdeploy_cache.peers.opening import open_road  # late: most caches have no other instances
 
         generations = self._books.tree.generations
+        self._is_worth_borrowing = movement.speeds.is_worth_borrowing
         last_loss = generations.last_gpu_loss
         road = open_road(
             self._config, self._books, movement, self._requests, storage, metrics=self._metrics, client=client
@@ -198,6 +203,33 @@ class Peers:
             self._count_refused(opened.source.name)
             logger.warning("event=receive_refused request=%s peer=%s", request.request_id, opened.source.name)
             raise
+
+    def borrow_from(self, lenders: Lenders) -> None:
+        """Let `cache.prefetch` have these lend what they have of a queued request, where that is faster than computing.
+
+        It is received as `receive` does it with `is_lent`, once nothing more comes from storage, and may be evicted
+        again before the match. Wait for the prefetch: a match ends what is on its way. Once for a cache.
+
+        Raises:
+            PeerRefusedError: this instance only computes, has no peers or the link `storage`, or borrows already.
+            PeerError: no thread can be started now.
+        """
+        self._road_for("borrow_from", "prefill")
+        if self._config.peer is not None and self._config.peer.link == "storage":
+            raise PeerRefusedError("borrow_from: with peer.link 'storage' a prefetch finds in the store what is there")
+        if self._borrowing is not None:
+            raise PeerRefusedError("borrow_from: this cache borrows already; one set of lenders is for all its life")
+        try:
+            self._borrowing = Borrowing(self._config, self._books, self, lenders, self._is_worth_borrowing)
+        except RuntimeError as error:
+            raise PeerError(f"borrow_from: {error}; try again") from error
+        self._requests.prefetches.borrow_from(self._borrowing)
+
+    def close(self) -> None:
+        """End what is on its way, and the processes."""
+        if self._borrowing is not None:
+            self._borrowing.close()
+        self.road.close()
 
     def check_offer(self, request: Request, offer: bytes) -> None:
         """Whether an offer is for this request at all, before the request is queued: `receive` checks it again.

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from fastdeploy_cache.requests.explanation import Explanation
 
 
+_MOST_SECONDS = 600.0  # that another instance may take: far more than it ever does
+
+
 class MatchHandle(Protocol):
     """The way from a match back to its cache."""
 
@@ -46,6 +49,17 @@ class Fetch(Protocol):
     def seconds_left(self) -> float: ...
 
 
+class Borrowed(Protocol):
+    """Blocks that another instance is asked for, and sends."""
+
+    num_blocks: int
+
+    @property
+    def done(self) -> bool: ...
+    def wait(self, timeout_seconds: float) -> bool: ...
+    def on_done(self, call: Callable[[], None]) -> None: ...
+
+
 class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
     """What is cached of a queued request now; see `PrefixCacheManager.prefetch`. The three add up to its tokens."""
 
@@ -53,10 +67,30 @@ class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
     num_cpu_tokens: int
     num_missing_tokens: int
     _fetch: Fetch | None = None
+    _loan: Borrowed | None = None
 
     def with_fetch(self, fetch: Fetch) -> Prefetch:
         """The same, with what is being fetched of the rest."""
         return msgspec.structs.replace(self, _fetch=fetch)
+
+    def with_loan(self, loan: Borrowed) -> Prefetch:
+        """The same, with what another instance may lend of the rest."""
+        return msgspec.structs.replace(self, _loan=loan)
+
+    @property
+    def is_borrowing(self) -> bool:
+        """Another instance is asked, or sends: a match now would end that."""
+        return self._loan is not None and not self._loan.done
+
+    @property
+    def num_borrowed_blocks(self) -> int:
+        """Blocks that have come from another instance, to the GPU."""
+        return self._loan.num_blocks if self._loan is not None and self._loan.done else 0
+
+    def on_borrowed(self, call: Callable[[], None]) -> None:
+        """Have it called once it is not borrowing any more: by a thread of the cache, or here and now."""
+        if self._loan is not None:
+            self._loan.on_done(call)
 
     @property
     def num_fetched_blocks(self) -> int:
@@ -65,8 +99,8 @@ class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ready(self) -> bool:
-        """Nothing is worth waiting for any more: a match now finds what has come from storage."""
-        return self._fetch is None or not self._fetch.is_pending
+        """Nothing is worth waiting for any more: a match now finds what has come."""
+        return not self.is_borrowing and (self._fetch is None or not self._fetch.is_pending)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until ready, at most as long as the prefetch policy allows; False when `timeout_seconds` is over first.
@@ -74,6 +108,9 @@ class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
         Call it outside any lock that other cache calls need.
         """
         given = None if timeout_seconds is None else seconds_to_wait("wait", timeout_seconds)
+        if self._loan is not None:  # it begins when nothing more comes from storage, and ends by itself
+            self._loan.wait(_MOST_SECONDS if given is None else given)
+            return self._loan.done
         while not self.ready and self._fetch is not None:
             left = self._fetch.seconds_left
             if given is not None and given < left:

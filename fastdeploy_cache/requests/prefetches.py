@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import Protocol
 
 from fastdeploy_cache.books.block_hash import root_hash
 from fastdeploy_cache.books.block_keys import BlockKeys
@@ -17,6 +18,13 @@ from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.transfer_manager.storage.keys import BARE_STOP, IMAGE_STOP, NO_STOP
 
 
+class Borrower(Protocol):
+    """Has other instances lend what is not here."""
+
+    def begin(self, request: Request, found: Prefetch) -> Prefetch: ...
+    def end(self, request_id: str) -> None: ...
+
+
 class Prefetches:
     """See `PrefixCacheManager.prefetch`. Any thread; each call is one turn or two."""
 
@@ -25,13 +33,22 @@ class Prefetches:
         self._config, self._books = config, books
         self._storage, self._matched = storage, matched
         self._listener: RequestListener | None = None
+        self._borrower: Borrower | None = None
+
+    def borrow_from(self, borrower: Borrower) -> None:
+        """What is not here is borrowed by this one from now on."""
+        self._borrower = borrower
 
     def tell(self, listener: RequestListener) -> None:
         """See `Requests.tell`."""
         self._listener = listener
 
     def begin(self, request: Request, *, with_last_token: bool = False) -> Prefetch:
-        """Look at what is cached, and fetch the rest where that is worth it."""
+        """Look at what is cached, and fetch or borrow the rest where that is worth it."""
+        found = self._begin(request, with_last_token=with_last_token)
+        return found if self._borrower is None else self._borrower.begin(request, found)
+
+    def _begin(self, request: Request, *, with_last_token: bool) -> Prefetch:
         if not isinstance(request, Request):
             raise no_request(request)
         size, books = self._config.block_size, self._books
@@ -111,3 +128,5 @@ class Prefetches:
             raise no_request(request)
         with self._books:
             self._storage.reads.forget(request.request_id)
+        if self._borrower is not None:
+            self._borrower.end(request.request_id)

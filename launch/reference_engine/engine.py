@@ -119,7 +119,7 @@ class Engine:
 
     def _waits(self, generation: Generation) -> bool:
         """Whether it waits for another instance: it is not looked at meanwhile."""
-        return self._receives.waits(generation) or self._sends.waits(generation)
+        return generation.is_borrowing or self._receives.waits(generation) or self._sends.waits(generation)
 
     def _hold_seconds(self) -> float | None:
         """How long until somebody may ask again; None where nobody waits for that, and while paused."""

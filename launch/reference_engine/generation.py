@@ -13,6 +13,7 @@ from fastdeploy_cache.errors import CacheError
 from fastdeploy_cache.launch.reference_engine.sampling import Sampling
 from fastdeploy_cache.peers.transfers import Receive, Send
 from fastdeploy_cache.requests.explanation import Explanation
+from fastdeploy_cache.requests.match import Prefetch
 
 
 class GenerationError(CacheError):
@@ -71,6 +72,7 @@ class Generation:
     is_lent: bool = False  # that one has cached all that it offers
     receive: Receive | None = None  # what comes of it, until the match
     receive_error: str | None = None  # why nothing has come
+    prefetch: Prefetch | None = None
     _offered: threading.Event = field(default_factory=threading.Event)
     _tokens: queue.SimpleQueue[int | None] = field(default_factory=queue.SimpleQueue)
     _changed: Callable[[], None] = field(default=lambda: None)
@@ -89,6 +91,11 @@ class Generation:
     def is_receiving(self) -> bool:
         """Blocks of another instance are on their way: it is not to be matched yet."""
         return self.receive is not None and not self.receive.done
+
+    @property
+    def is_borrowing(self) -> bool:
+        """Another instance is asked for what it has of the prompt, or sends it: it is not to be matched yet."""
+        return self.prefetch is not None and self.prefetch.is_borrowing
 
     @property
     def num_cached_tokens(self) -> int:

@@ -126,7 +126,8 @@ class Intake:
 
     def _enqueue(self, generation: Generation) -> Generation:
         if generation.offer is None:  # else its blocks need not be anywhere here
-            self._cache.prefetch(generation.request)  # before anybody can match it
+            generation.prefetch = self._cache.prefetch(generation.request)  # before anybody can match it
+            generation.prefetch.on_borrowed(self._line.ring)
         try:
             self._line.add(generation)
         except GenerationError:

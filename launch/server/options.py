@@ -42,6 +42,13 @@ class ServeOptions:
     peers: Annotated[
         bool, typer.Option("--peers", help="With --role mixed: lend what is cached to others, and take what they lend.")
     ] = False
+    borrow_from: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL,ENDPOINT[,KEY]",
+            help="With --peers: another instance and its events.endpoint, to borrow prompts from. Can be repeated.",
+        ),
+    ] = None
     on_receive_failure: Annotated[
         str, typer.Option(help="Where offered blocks do not come: recompute the prompt, or fail the request.")
     ] = "recompute"

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -57,7 +58,8 @@ def serve(options: ServeOptions) -> None:
         config = named(config, server.port)
         tell_status(f"starting {counted(config.transfer.tp_size, 'rank')}")
         can_recompute = options.on_receive_failure == "recompute"
-        with running_engine(files, config, recompute_not_received=can_recompute) as engine:
+        with running_engine(files, config, recompute_not_received=can_recompute) as engine, ExitStack() as stack:
+            _borrow(engine, options, stack)
             hosts = options.allow_host or []
             metrics_url = engine.cache.serve_metrics(options.host, options.metrics_port, allow_hosts=hosts)
             app = InstanceApp(ChatApi(engine, tokenizer), engine.cache, metrics_url).build()
@@ -75,6 +77,19 @@ def serve(options: ServeOptions) -> None:
     logger.info("event=stopped")
     if ending != "asked":
         raise LaunchError(f"the {ending} ended by itself; its log says why")
+
+
+def _borrow(engine: Engine, options: ServeOptions, stack: ExitStack) -> None:
+    """Have the instances that were named lend what they have. Whom nobody named is not imported for."""
+    if options.borrow_from:
+        from fastdeploy_cache.launch.server.lenders import ServingLenders
+        from fastdeploy_cache.launch.server.prefix_lookup import EventSource
+
+        events = engine.cache.config.events
+        folder = Path(events.keys_folder) if events is not None and events.keys_folder is not None else None
+        lenders = ServingLenders([EventSource(text) for text in options.borrow_from], folder)
+        stack.callback(lenders.close)
+        engine.cache.peers.borrow_from(lenders)
 
 
 def _import_and_read() -> ModelFiles:

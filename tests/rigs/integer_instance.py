@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, TransferConfig
+from fastdeploy_cache.config.events import EventsConfig
 from fastdeploy_cache.launch.reference_engine.engine import Engine, EngineSettings
 from fastdeploy_cache.launch.reference_engine.generation import Generation
 from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
@@ -70,7 +71,15 @@ class Instance:
     """A cache, its engine and the thread that runs it."""
 
     def __init__(
-        self, role: str, tp_size: int, num_gpu: int = 100, *, max_running: int = 4, recompute: bool = True, **peer: Any
+        self,
+        role: str,
+        tp_size: int,
+        num_gpu: int = 100,
+        *,
+        max_running: int = 4,
+        recompute: bool = True,
+        events: EventsConfig | None = None,
+        **peer: Any,
     ):
         config = CacheConfig(
             block_size=SIZE,
@@ -78,6 +87,7 @@ class Instance:
             layout=KVLayout(num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=1, dtype="float32"),
             transfer=TransferConfig(tp_size=tp_size),
             role=role,
+            events=events,
             peer=PeerConfig(weights_id="integers", name=role, silence_timeout_seconds=2.0, **peer),
         )
         self.cache = PrefixCacheManager(config)
