@@ -290,7 +290,7 @@ class PrefixCacheManager:
     def prefetch(self, request: Request, *, with_last_token: bool = False) -> Prefetch:
         """A request has been queued: fetch from storage, to the CPU tier, what no tier here has of it.
 
-        It pins nothing, so requests that wait never block each other; what is cached of it is not evicted next. A `match`
+        It pins nothing, so requests that wait never block each other; what is cached is not evicted next. A `match`
         meanwhile grows with what comes, but ends what `peers.borrow_from` brings; `release` or `end_prefetch` ends it.
 
         `with_last_token`: a block that ends with the prompt's last token is wanted, too. A match does not take it, as
