@@ -140,7 +140,8 @@ class VllmNames:
     def extend(self, parent: bytes, tokens: bytes | bytearray, extras: Extras | None, salt: str) -> bytes:
         """See `BlockNaming`."""
         num_blocks = len(tokens) // TOKEN_BYTES // self._block_size
-        ids = np.frombuffer(tokens, "<i4", num_blocks * self._block_size).reshape(num_blocks, -1).tolist()
+        whole = np.frombuffer(tokens, "<i4", num_blocks * self._block_size)
+        ids = whole.reshape(num_blocks, self._block_size).tolist()
         digests = []
         for block, of_block in enumerate(ids):
             keys: list[tuple[object, ...]] = []

@@ -6,6 +6,7 @@ as long as some rank has it.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from fastdeploy_cache.events.publisher.node import Node
 from fastdeploy_cache.events.publisher.stretch import Stretch, joined
 from fastdeploy_cache.transfer_manager.storage.keys import owned, owner_mark
 
+_MOST_LATELY = 16_384  # blocks that have left the tree, whose tokens are kept even so
 _MOST_EARLY = 128  # answers of a rank that come before another one
 
 
@@ -50,6 +52,7 @@ class ToldStore:
         self._is_own = scheme.kind == "own"
         self._blocks: dict[bytes, _Block] = {}  # that are in the tree, or that a rank has
         self._in_tree: set[bytes] = set()
+        self._lately: OrderedDict[bytes, None] = OrderedDict()  # that were in the tree
         self._digests: dict[bytes, bytes] = {}  # by the store's name, where that is another one
         self._ranks: dict[int, _Rank] = {}
         self._all = 0  # ranks, as bits
@@ -108,6 +111,7 @@ class ToldStore:
         for stretch in node.blocks(first):
             digest = stretch.digests
             self._in_tree.add(digest)
+            self._lately.pop(digest, None)
             if digest not in self._blocks:
                 own = digest if self._is_own else self._own(stretch, namespace)
                 self._blocks[digest] = block = _Block(stretch, own, owned(own, mark))
@@ -123,11 +127,15 @@ class ToldStore:
         """These blocks are in the tree no more."""
         for digest in _each(digests) if self.is_open else ():
             self._in_tree.discard(digest)
-            self._drop_unknown(digest)
+            self._lately[digest] = None  # it may be on its way to the store, and come there yet
+            if len(self._lately) > _MOST_LATELY:
+                oldest, _ = self._lately.popitem(last=False)
+                self._drop_unknown(oldest)
 
     def forget_tree(self) -> None:
         """Nothing is in the tree any more, and listeners were told that nothing is anywhere: tell all anew."""
-        self._in_tree, self._told, self._orphans, self._changes = set(), {}, {}, []
+        self._told, self._orphans, self._changes = {}, {}, []
+        self.leave(b"".join(self._in_tree))
         for digest in list(self._blocks):
             self._drop_unknown(digest)
         for digest in list(self._blocks):
@@ -135,7 +143,8 @@ class ToldStore:
 
     def _drop_unknown(self, digest: bytes) -> None:
         block = self._blocks.get(digest)
-        if block is not None and digest not in self._in_tree and block.name not in self._holders:
+        is_kept = digest in self._in_tree or digest in self._lately
+        if block is not None and not is_kept and block.name not in self._holders:
             del self._blocks[digest]
             self._digests.pop(block.name, None)
             before = block.stretch.before

@@ -45,6 +45,12 @@ def test_names_of_vllm() -> None:
     assert names("sha256_cbor", list(range(12)), "tenant") == [bytes.fromhex(each) for each in _SALTED]
 
 
+@pytest.mark.parametrize("kind", ["own", "sha256_cbor"])
+def test_a_prompt_without_a_full_block_has_no_names(kind: Any) -> None:
+    """Nor has one without tokens."""
+    assert names(kind, [1, 2, 3]) == names(kind, []) == []
+
+
 def test_names_of_vllm_as_numbers() -> None:
     """The last 64 bits, as `maybe_convert_block_hash` gives them."""
     assert names("sha256_cbor", _PLAIN_TOKENS, form="int64")[2] == 210122725744288602

@@ -94,7 +94,20 @@ def test_tokens_are_kept_as_long_as_the_store_has_the_block() -> None:
     assert on_disk(cache.hear(cache.said(0, gone=names))) == [("BlockRemoved", 2)]
     assert cache.tree.freeze() == []
     store = cache.tree._store
-    assert not store._blocks and not store._holders and not store._in_tree and not store._orphans
+    for number in range(2, 2 + 16_384 // 64):  # what has left lately is kept for a while
+        cache.hear(told(number, tokens(*range(1000 * number, 1000 * number + 64))))
+        cache.hear(RunGone(number))
+    assert len(store._blocks) == len(store._lately) == 16_384 and store._blocks.keys() == store._lately.keys()
+    assert not store._holders and not store._in_tree and not store._orphans
+
+
+def test_a_block_may_leave_while_it_is_being_written() -> None:
+    """The run has gone before the store says that it has its blocks: they are told all the same."""
+    cache, names = Told(), names_of()
+    cache.hear(cache.said(0))
+    cache.hear(told(1, BLOCKS))
+    cache.hear(RunGone(1))
+    assert on_disk(cache.hear(cache.said(0, names))) == [("BlockStored", 3)]
 
 
 def test_a_block_waits_for_the_one_before_it() -> None:
