@@ -296,7 +296,7 @@ class PrefixCacheManager:
         `with_last_token`: a block that ends with the prompt's last token is wanted, too. A match does not take it, as
         that token is computed; an engine that loads blocks itself (`blocks.copies`) may.
         """
-        return self._requests.prefetches.begin(request, with_last_token=with_last_token)
+        return self._requests.prefetches.begin(request, with_last_token=with_last_token, may_borrow=True)
 
     def end_prefetch(self, request: Request) -> None:
         """A queued request has gone without ever being matched: what has not come yet is not wanted."""

@@ -23,7 +23,7 @@ def image_keys(images: Iterable[tuple[int, int, bytes]], block_size: int) -> dic
 
 
 def images_in(key: bytes) -> list[tuple[int, int, bytes]]:
-    """The images that a block's key tells of: the reverse. None where it is of another form, such as an engine's."""
+    """The images that a block's key tells of: the reverse. A key of another form, such as an engine's, has none."""
     found, at = list[tuple[int, int, bytes]](), 0
     while at < len(key):
         if at + _HEAD.size > len(key):

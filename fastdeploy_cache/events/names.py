@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
@@ -12,7 +13,7 @@ import numpy as np
 from fastdeploy_cache.books.block_hash import HASH_BYTES, TOKEN_BYTES, BlockHasher, root_hash
 from fastdeploy_cache.books.image_keys import image_keys, images_in
 from fastdeploy_cache.books.tokens import TokenIds, pack
-from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.errors import ConfigError, RequestError
 
 Image = tuple[int, int, bytes | str]  # offset in the prompt, length in tokens, and hash
 NameKind = Literal["own", "sha256_cbor"]
@@ -78,7 +79,7 @@ def _text_of(name: bytes) -> str:
     try:
         return name.decode()
     except UnicodeDecodeError:
-        return name.hex()
+        return f"hex:{name.hex()}"
 
 
 class BlockNaming(Protocol):
@@ -117,7 +118,7 @@ class VllmNames:
     """SHA-256 of canonical CBOR of (the parent's digest, the tokens, the extra keys), as in `vllm.v1.core`.
 
     The salt of a namespace stands on its first block, as a request's `cache_salt` does there. An image whose hash is
-    vLLM's identifier, as text, has vLLM's extra key.
+    vLLM's identifier, as text, has vLLM's extra key, in which its length does not count.
     """
 
     def __init__(self, block_size: int, seed: str) -> None:
@@ -165,8 +166,11 @@ def name_blocks(
     namespace: str = "",
     images: Sequence[Image] = (),
 ) -> list[bytes] | list[int]:
-    """The published names of a prompt's full blocks. Raises `RequestError` (a `ValueError`): these are no tokens."""
-    packed = pack("prompt", token_ids)
-    each = [(offset, length, name.encode() if isinstance(name, str) else name) for offset, length, name in images]
-    extras = extras_of(image_keys(each, scheme.block_size), 0, scheme.block_size) if each else None
+    """The published names of a prompt's full blocks. Raises `RequestError` (a `ValueError`): bad tokens or images."""
+    packed, size = pack("prompt", token_ids), scheme.block_size
+    try:
+        each = [(offset, length, name.encode() if isinstance(name, str) else name) for offset, length, name in images]
+        extras = extras_of(image_keys(each, size), 0, size) if each else None
+    except (TypeError, ValueError, struct.error) as error:
+        raise RequestError(f"images {images!r}: {error}; give (offset, length, hash) of each") from error
     return scheme.outside(naming.extend(naming.root(namespace), packed, extras, namespace))

@@ -95,15 +95,22 @@ class LinkRoad:
         return send
 
     def receive(
-        self, request: Request, keys: BlockKeys, offer: Offer, check: Callable[[], None], *, is_lent: bool
+        self,
+        request: Request,
+        keys: BlockKeys,
+        offer: Offer,
+        check: Callable[[], None],
+        *,
+        is_lent: bool,
+        must_be_worth: bool,
     ) -> Receive:
         """A turn of its own. `is_lent`: all of it is there already, so that the time that it takes says something.
 
-        Raises `OutOfBlocksError`, what `check` raises under the lock, and `PeerRefusedError` for what is lent and is
-        computed sooner."""
+        Raises `OutOfBlocksError`, what `check` raises under the lock, and `PeerRefusedError` where it
+        `must_be_worth` it and is computed sooner."""
         with self._books:
             check()
-            if is_lent:
+            if must_be_worth:
                 self._check_worth(request, keys, offer.num_blocks)
             number, slot = self.offers.next_number(), self._slot(offer.source.name)
             mine = self.receives.begin(request, keys, offer, number, slot)

@@ -16,7 +16,7 @@ from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.absent import NoRoad
-from fastdeploy_cache.peers.borrowing import Borrowing, Lenders
+from fastdeploy_cache.peers.borrowing import Borrowing, Lenders, Receiving
 from fastdeploy_cache.peers.transfers import OTHERS, Receive, Send
 from fastdeploy_cache.request import Request, no_request
 from fastdeploy_cache.requests.active_request import ActiveRequest, Committed
@@ -41,6 +41,7 @@ class Peers:
         self._config, self._books, self._requests, self._metrics = config, books, requests, metrics
         self.road: Road | NoRoad = NoRoad()
         self._borrowing: Borrowing | None = None
+        self._is_borrowing = False
         self._is_worth_borrowing: Callable[[int], bool] = bool
         requests.keep_offered = lambda active, ids: self.road.sends.released(active, ids)  # noqa: PLW0108 (of that road)
         books.listen(Forgotten, self._on_forgotten)
@@ -192,17 +193,7 @@ class Peers:
         """
         if not isinstance(request, Request):
             raise no_request(request)
-        opened = self._open_offer(offer)
-        try:
-            keys = request.keys(self._config.block_size)
-            road = self._road_for("receive", "prefill")
-            road.offers.check(request, keys.extras, opened)  # hashes the prompt: not under the lock
-            check = functools.partial(self._check_may_receive, road, request, opened)
-            return road.receive(request, keys, opened, check, is_lent=is_lent)
-        except PeerRefusedError:
-            self._count_refused(opened.source.name)
-            logger.warning("event=receive_refused request=%s peer=%s", request.request_id, opened.source.name)
-            raise
+        return self._receive(request, offer, is_lent=is_lent, must_be_worth=is_lent)
 
     def borrow_from(self, lenders: Lenders) -> None:
         """Let `cache.prefetch` have these lend what they have of a queued request, where that is faster than computing.
@@ -214,14 +205,23 @@ class Peers:
             PeerRefusedError: this instance only computes, has no peers or the link `storage`, or borrows already.
             PeerError: no thread can be started now.
         """
-        self._road_for("borrow_from", "prefill")
+        road = self._road_for("borrow_from", "prefill")
         if self._config.peer is not None and self._config.peer.link == "storage":
             raise PeerRefusedError("borrow_from: with peer.link 'storage' a prefetch finds in the store what is there")
-        if self._borrowing is not None:
-            raise PeerRefusedError("borrow_from: this cache borrows already; one set of lenders is for all its life")
+        receiving = Receiving(
+            functools.partial(self._receive, is_lent=True),
+            road.receives.forget,
+            self._is_worth_borrowing,
+            self._requests.prefetches.matched,
+        )
+        with self._books:
+            if self._is_borrowing:
+                raise PeerRefusedError("borrow_from: this cache borrows already; lenders are for all its life")
+            self._is_borrowing = True
         try:
-            self._borrowing = Borrowing(self._config, self._books, self, lenders, self._is_worth_borrowing)
+            self._borrowing = Borrowing(self._config, self._books, receiving, lenders)
         except RuntimeError as error:
+            self._is_borrowing = False
             raise PeerError(f"borrow_from: {error}; try again") from error
         self._requests.prefetches.borrow_from(self._borrowing)
 
@@ -247,6 +247,19 @@ class Peers:
             self.road.cancel_receive(request)
 
     # -- steps
+
+    def _receive(self, request: Request, offer: bytes, *, is_lent: bool, must_be_worth: bool = False) -> Receive:
+        opened = self._open_offer(offer)
+        try:
+            keys = request.keys(self._config.block_size)
+            road = self._road_for("receive", "prefill")
+            road.offers.check(request, keys.extras, opened)  # hashes the prompt: not under the lock
+            check = functools.partial(self._check_may_receive, road, request, opened)
+            return road.receive(request, keys, opened, check, is_lent=is_lent, must_be_worth=must_be_worth)
+        except PeerRefusedError:
+            self._count_refused(opened.source.name)
+            logger.warning("event=receive_refused request=%s peer=%s", request.request_id, opened.source.name)
+            raise
 
     def _open_offer(self, offer: bytes) -> Offer:
         try:

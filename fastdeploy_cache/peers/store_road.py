@@ -260,10 +260,17 @@ class StoreRoad:
         return send
 
     def receive(
-        self, request: Request, keys: BlockKeys, offer: Offer, check: Callable[[], None], *, is_lent: bool
+        self,
+        request: Request,
+        keys: BlockKeys,
+        offer: Offer,
+        check: Callable[[], None],
+        *,
+        is_lent: bool,
+        must_be_worth: bool,
     ) -> Receive:
         """Turns of its own. Raises what `check` raises under the lock."""
-        del keys, is_lent  # a prefetch looks itself, and asks itself whether it is worth it
+        del keys, is_lent, must_be_worth  # a prefetch looks itself, and asks itself whether it is worth it
         with self._books:
             check()
         found = self._prefetches.begin(request)

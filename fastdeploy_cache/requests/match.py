@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from fastdeploy_cache.books.mishaps import call_user
 from fastdeploy_cache.ipc.clock import Event, seconds_to_wait
 from fastdeploy_cache.requests.tables import RowTable
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from fastdeploy_cache.requests.explanation import Explanation
 
 
-_MOST_SECONDS = 600.0  # that another instance may take: far more than it ever does
+_MOST_SECONDS = 86400.0  # a loan ends by itself long before
 
 
 class MatchHandle(Protocol):
@@ -91,6 +92,8 @@ class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
         """Have it called once it is not borrowing any more: by a thread of the cache, or here and now."""
         if self._loan is not None:
             self._loan.on_done(call)
+        else:
+            call_user(call)
 
     @property
     def num_fetched_blocks(self) -> int:
@@ -108,9 +111,9 @@ class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
         Call it outside any lock that other cache calls need.
         """
         given = None if timeout_seconds is None else seconds_to_wait("wait", timeout_seconds)
-        if self._loan is not None:  # it begins when nothing more comes from storage, and ends by itself
+        if self._loan is not None:  # behind what comes from storage; it ends by itself
             self._loan.wait(_MOST_SECONDS if given is None else given)
-            return self._loan.done
+            return self.ready if given is not None else True
         while not self.ready and self._fetch is not None:
             left = self._fetch.seconds_left
             if given is not None and given < left:

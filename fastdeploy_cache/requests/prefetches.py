@@ -31,7 +31,7 @@ class Prefetches:
     def __init__(self, config: CacheConfig, books: Books, storage: StorageAccess, matched: Container[str]) -> None:
         """`matched`: the ids of the requests that are matched now."""
         self._config, self._books = config, books
-        self._storage, self._matched = storage, matched
+        self._storage, self.matched = storage, matched
         self._listener: RequestListener | None = None
         self._borrower: Borrower | None = None
 
@@ -43,10 +43,10 @@ class Prefetches:
         """See `Requests.tell`."""
         self._listener = listener
 
-    def begin(self, request: Request, *, with_last_token: bool = False) -> Prefetch:
-        """Look at what is cached, and fetch or borrow the rest where that is worth it."""
+    def begin(self, request: Request, *, with_last_token: bool = False, may_borrow: bool = False) -> Prefetch:
+        """Look at what is cached, and fetch the rest where that is worth it; or borrow it, to the GPU."""
         found = self._begin(request, with_last_token=with_last_token)
-        return found if self._borrower is None else self._borrower.begin(request, found)
+        return self._borrower.begin(request, found) if may_borrow and self._borrower is not None else found
 
     def _begin(self, request: Request, *, with_last_token: bool) -> Prefetch:
         if not isinstance(request, Request):
@@ -75,7 +75,7 @@ class Prefetches:
         seconds = books.clock.now() - started
         with books:
             books.tree.names.count(num_missing, seconds)
-            if request.request_id in self._matched or self._storage.reads is not reads:  # a match, a detach was faster
+            if request.request_id in self.matched or self._storage.reads is not reads:  # a match, a detach was faster
                 return found
             if self._storage.is_forgetting(request.namespace):
                 return found

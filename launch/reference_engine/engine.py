@@ -77,12 +77,12 @@ class Engine:
         self.cache = cache
         self._model, self._settings, self._clock = model, settings, clock
         self._line, self._tables = WaitingLine(), new_tables(cache)
-        self.intake = Intake(cache, settings.context_length, self._line)
         self.overlap = LoadOverlap(cache, is_wanted=settings.overlap)
         self._running: list[Generation] = []  # oldest first
         self._paused = False
         self._step_lock = threading.Lock()  # held while _running changes: by a step, by preempt_all, at the end
         self._transfers = OpenTransfers(self._line.ring)
+        self.intake = Intake(cache, settings.context_length, self._line, self._transfers)
         self._sends = Sends(cache, self._transfers)
         self._receives = Receives(
             cache, self._transfers, max_open=settings.max_running, can_recompute=settings.recompute_not_received

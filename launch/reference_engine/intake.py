@@ -11,6 +11,7 @@ import numpy as np
 from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.errors import PeerRefusedError
 from fastdeploy_cache.launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
+from fastdeploy_cache.launch.reference_engine.open_transfers import OpenTransfers
 from fastdeploy_cache.launch.reference_engine.sampling import Sampling
 from fastdeploy_cache.launch.reference_engine.waiting_line import WaitingLine
 
@@ -22,9 +23,11 @@ _NAME = "request"
 class Intake:
     """What callers of any thread use: `Engine.intake`."""
 
-    def __init__(self, cache: PrefixCacheManager, context_length: int, line: WaitingLine) -> None:
-        """Requests join the `line` that the engine takes them from."""
-        self._cache, self._context_length, self._line = cache, context_length, line
+    def __init__(
+        self, cache: PrefixCacheManager, context_length: int, line: WaitingLine, transfers: OpenTransfers
+    ) -> None:
+        """Requests join the `line` that the engine takes them from; what is borrowed for them, the `transfers`."""
+        self._cache, self._context_length, self._line, self._transfers = cache, context_length, line, transfers
         self._numbers = itertools.count(1)
 
     def submit(
@@ -127,7 +130,8 @@ class Intake:
     def _enqueue(self, generation: Generation) -> Generation:
         if generation.offer is None:  # else its blocks need not be anywhere here
             generation.prefetch = self._cache.prefetch(generation.request)  # before anybody can match it
-            generation.prefetch.on_borrowed(self._line.ring)
+            if generation.prefetch.is_borrowing:
+                self._transfers.add(generation.prefetch.on_borrowed)
         try:
             self._line.add(generation)
         except GenerationError:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 from fastdeploy_cache.launch.reference_engine.generation import Generation
-from fastdeploy_cache.peers.transfers import PeerTransfer
 
 _RETRY_SECONDS = 1.0  # processes that are down tell nobody when they are back
 
@@ -22,11 +21,11 @@ class OpenTransfers:
         self._num_open = self._num_ended = 0
         self._num_seen = 0  # ended at the last look
 
-    def add(self, transfer: PeerTransfer) -> None:
-        """It has begun."""
+    def add(self, on_done: Callable[[Callable[[], None]], None]) -> None:
+        """One has begun, whose end `on_done` tells."""
         with self._changed:
             self._num_open += 1
-        transfer.on_done(self._end)
+        on_done(self._end)
 
     def look(self) -> None:
         """Note which have ended: an end after this counts for `may_give_blocks`, and ends a `Hold` that begins."""

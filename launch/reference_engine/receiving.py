@@ -100,7 +100,7 @@ class Receives:
             return
         generation.offer, generation.receive = None, receive
         self._open.append(generation)
-        self._transfers.add(receive)
+        self._transfers.add(receive.on_done)
 
     def _do_without(self, generation: Generation) -> None:
         request, error, generation.receive_error = generation.request, generation.receive_error, None

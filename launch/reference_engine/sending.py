@@ -39,7 +39,7 @@ class Sends:
             if self.hold.begin(generation):
                 return False
             raise
-        self._transfers.add(send)
+        self._transfers.add(send.on_done)
         generation.note_send(send)
         return True
 

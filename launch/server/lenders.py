@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-import http.client
 import json
 import logging
+import time
 from base64 import b64decode
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,29 +15,35 @@ from urllib.parse import quote
 
 import numpy as np
 
-from fastdeploy_cache.errors import CacheError
+from fastdeploy_cache.errors import CacheError, LaunchError
 from fastdeploy_cache.events import Mirror
 from fastdeploy_cache.launch.server.api_requests import LEND_PATH, PREFILL_PATH
 from fastdeploy_cache.launch.server.prefix_lookup import EventSource
-from fastdeploy_cache.launch.server.upstream import Place
+from fastdeploy_cache.launch.server.upstream import Place, Question, Upstream
 from fastdeploy_cache.peers.borrowing import Loan
 from fastdeploy_cache.request import Request
 
 logger = logging.getLogger(__name__)
 
 _SHORT_SECONDS = 2.0
+_QUIET_SECONDS = 10.0  # for so long one that has failed is left alone
+_MOST_BYTES = 2**20  # of an answer
 
 
 class ServingLenders:
     """See `fastdeploy_cache.peers.borrowing.Lenders`. Any thread."""
 
     def __init__(self, sources: Sequence[EventSource], keys_folder: Path | None = None) -> None:
-        """Raises `ConfigError`, `IPCError`: an address that is none, or keys that cannot be read."""
+        """Raises `LaunchError`: one is named twice; `ConfigError`, `IPCError`: an address that is none, or keys that
+        cannot be read."""
         self._mirrors: dict[Place, Mirror] = {}
+        self._quiet_until: dict[Place, float] = {}
         try:
             for source in sources:
+                if source.place in self._mirrors:
+                    raise LaunchError(f"--borrow-from names {source.place[0]}:{source.place[1]} twice; name it once")
                 self._mirrors[source.place] = Mirror(source.endpoint, keys_folder=keys_folder, publisher_key=source.key)
-        except CacheError:
+        except (CacheError, LaunchError):
             self.close()
             raise
 
@@ -50,21 +57,22 @@ class ServingLenders:
         return self._best(request)[1]
 
     def lend(self, request: Request, timeout_seconds: float) -> Loan | None:
-        """See `Lenders`. Whatever goes wrong, nothing is lent."""
+        """See `Lenders`. Whatever goes wrong, nothing is lent, and who has failed is left alone for a while."""
         place, _ = self._best(request)
         if place is None:
             return None
         salt = {"cache_salt": request.namespace} if request.namespace else {}
-        body = {"prompt": _tokens_of(request).tolist(), **salt}
+        body = json.dumps({"prompt": _tokens_of(request).tolist(), **salt}).encode()
         try:
-            answer = _asked(place, "POST", LEND_PATH, timeout_seconds, body)
+            status, answer = _ask(place, Question("POST", LEND_PATH, body, timeout_seconds))
+            if status != 200:
+                raise ValueError(f"status {status}: {answer}")
             offer, offer_id = answer["offer"], answer["offer_id"]
-            if offer is None:
-                return None
             give_up = functools.partial(_give_up, place, str(offer_id))
-            return Loan(b64decode(offer), give_up)
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
-            logger.warning("event=not_lent at=%s:%d error=%r", *place, error)
+            return Loan(b64decode(offer), give_up) if offer is not None else None
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            self._quiet_until[place] = time.monotonic() + _QUIET_SECONDS
+            logger.warning("event=not_lent at=%s:%d error=%.200r", *place, error)
             return None
 
     def _best(self, request: Request) -> tuple[Place | None, int]:
@@ -72,11 +80,12 @@ class ServingLenders:
         best, most = None, 0
         if request.images:  # which nobody can say to `/v1/lend`
             return None, 0
-        tokens = _tokens_of(request)
+        tokens, now = _tokens_of(request), time.monotonic()
         for place, mirror in self._mirrors.items():
+            if self._quiet_until.get(place, 0.0) > now:
+                continue
             found = mirror.find(tokens, request.namespace)
-            num_tokens = found.num_tokens if not found.num_disk_tokens else found.num_gpu_tokens
-            if num_tokens > most:
+            if (num_tokens := found.num_gpu_tokens + found.num_cpu_tokens) > most:
                 best, most = place, num_tokens
         return best, most
 
@@ -87,15 +96,25 @@ def _tokens_of(request: Request) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 def _give_up(place: Place, offer_id: str) -> None:
     try:
-        _asked(place, "DELETE", f"{PREFILL_PATH}/{quote(offer_id)}", _SHORT_SECONDS)
-    except (OSError, http.client.HTTPException, ValueError) as error:
+        _ask(place, Question("DELETE", f"{PREFILL_PATH}/{quote(offer_id)}", None, _SHORT_SECONDS))
+    except (OSError, ValueError) as error:
         logger.warning("event=offer_not_given_up at=%s:%d error=%r", *place, error)
 
 
-def _asked(place: Place, method: str, path: str, timeout_seconds: float, body: Any = None) -> Any:
-    connection = http.client.HTTPConnection(*place, timeout=timeout_seconds)
+def _ask(place: Place, question: Question) -> tuple[int, Any]:
+    """Status and answer, all of it within the question's time. Raises `OSError`, of which `TimeoutError` is one, and
+    `ValueError` for an answer that is none."""
+    return asyncio.run(asyncio.wait_for(_asked(place, question), question.timeout_seconds))
+
+
+async def _asked(place: Place, question: Question) -> tuple[int, Any]:
+    upstream, data = Upstream(), bytearray()
     try:
-        connection.request(method, path, json.dumps(body) if body is not None else None)
-        return json.loads(connection.getresponse().read())
+        async with upstream.ask(place, question) as answer:
+            async for piece in answer.pieces():
+                data += piece
+                if len(data) > _MOST_BYTES:
+                    raise ValueError(f"an answer of more than {_MOST_BYTES} bytes")
+            return answer.response.status, json.loads(data)
     finally:
-        connection.close()
+        await upstream.close()

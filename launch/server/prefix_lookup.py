@@ -56,14 +56,14 @@ class InstanceState:
 
 
 class EventSource:
-    """An instance and where it publishes, as the option `--events` says it: URL,ENDPOINT or URL,ENDPOINT,KEY."""
+    """An instance and where it publishes, as an option says it: URL,ENDPOINT or URL,ENDPOINT,KEY."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, option: str = "--events") -> None:
         """Raises `LaunchError` for what says none."""
         words = text.split(",")
         if len(words) not in (2, 3) or not all(words):
             raise LaunchError(
-                f"--events {text!r} names no instance with its events; use URL,ENDPOINT such as "
+                f"{option} {text!r} names no instance with its events; use URL,ENDPOINT such as "
                 "http://127.0.0.1:8001,tcp://127.0.0.1:5557, and behind another comma the publisher's key if it has one"
             )
         self.place, self.endpoint, self.key = place_of(words[0]), words[1], (*words, "")[2]

@@ -87,7 +87,7 @@ def _borrow(engine: Engine, options: ServeOptions, stack: ExitStack) -> None:
 
         events = engine.cache.config.events
         folder = Path(events.keys_folder) if events is not None and events.keys_folder is not None else None
-        lenders = ServingLenders([EventSource(text) for text in options.borrow_from], folder)
+        lenders = ServingLenders([EventSource(text, "--borrow-from") for text in options.borrow_from], folder)
         stack.callback(lenders.close)
         engine.cache.peers.borrow_from(lenders)
 

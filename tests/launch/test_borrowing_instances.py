@@ -20,6 +20,7 @@ from fastdeploy_cache.launch.server.chat import ChatApi
 from fastdeploy_cache.launch.server.instance_app import InstanceApp
 from fastdeploy_cache.launch.server.lenders import ServingLenders
 from fastdeploy_cache.launch.server.prefix_lookup import EventSource
+from fastdeploy_cache.peers import borrowing
 from fastdeploy_cache.peers.borrowing import Loan
 from tests.rigs.http_rig import served
 from tests.rigs.integer_instance import PROMPT, SECONDS, Instance, Numbers, instances
@@ -128,7 +129,7 @@ def test_lenders_that_fail_or_lie(tmp_path: Path, caplog: pytest.LogCaptureFixtu
             lenders._lend = lend
             lenders._num_tokens = 10**9 if number == 2 else NUM_FULL
             assert answer(three.third, f"{number}")[0] == expected
-        assert given_up == [True] and lenders.num_asked == 2 and "planted" in caplog.text
+        assert given_up == [True, True] and lenders.num_asked == 3 and "planted" in caplog.text
 
 
 def test_what_nobody_waits_for_is_given_up(tmp_path: Path) -> None:
@@ -163,6 +164,72 @@ def test_what_nobody_waits_for_is_given_up(tmp_path: Path) -> None:
                 cache.release(request)
         again = cache.prefetch(Request(request_id="again", prompt_token_ids=PROMPT[:21], namespace="matched"))
         assert again.wait(SECONDS) and lenders.num_asked == 2
+
+
+def test_one_that_never_answers_stalls_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own prompts are computed after a while, and those that nobody lends at once."""
+    monkeypatch.setattr(borrowing, "_LEND_SECONDS", 0.5)
+    monkeypatch.setattr(borrowing, "_STORE_SECONDS", 0.1)
+    with started(tmp_path) as three:
+        expected, _ = answer(three.lender)
+        may_go = threading.Event()
+
+        def lend(request: Request, timeout_seconds: float) -> Loan | None:
+            may_go.wait(SECONDS)
+            return None
+
+        lenders = Made(lend)
+        three.third.cache.peers.borrow_from(lenders)
+        intake = three.third.engine.intake
+        stuck = [intake.submit(np.array(PROMPT), 5, namespace=f"{number}") for number in range(6)]
+        lenders._num_tokens = 0
+        assert answer(three.third, "free")[0] == expected
+        for generation in stuck:
+            assert list(iter(partial(generation.next_token, SECONDS), None)) == expected
+        may_go.set()
+
+
+def test_each_request_has_its_own_loan(tmp_path: Path) -> None:
+    """Two of one prompt wait for one; who prefetches twice has the first; a reused id is another request; and who is
+    matched already, or has nothing to wait for, is told so at once."""
+    with started(tmp_path) as three:
+        cache, may_go = three.third.cache, threading.Event()
+
+        def lend(request: Request, timeout_seconds: float) -> Loan | None:
+            may_go.wait(SECONDS)
+            return None
+
+        cache.peers.borrow_from(Made(lend))
+        one, same = _named(1), Request(request_id="same", prompt_token_ids=PROMPT, namespace="1")
+        first, again, second = cache.prefetch(one), cache.prefetch(one), cache.prefetch(same)
+        assert first.is_borrowing and again.is_borrowing and second.is_borrowing
+        matched = _named(2)
+        cache.match(matched)
+        calls: list[int] = []
+        told = cache.prefetch(matched)
+        told.on_borrowed(lambda: calls.append(1))
+        assert not told.is_borrowing and calls == [1] and told.ready
+        reused = Request(request_id="1", prompt_token_ids=PROMPT, namespace="3")
+        assert not cache.prefetch(reused).is_borrowing
+        cache.end_prefetch(one)
+        assert first.wait(SECONDS)
+        new = cache.prefetch(reused)
+        assert new.is_borrowing
+        may_go.set()
+        assert new.wait(SECONDS) and not cache.peers._borrowing._open  # type: ignore[union-attr]
+        cache.release(matched)
+
+
+def test_a_full_pool_waits_for_what_is_borrowed(tmp_path: Path) -> None:
+    """A prompt that needs nearly all of it runs when the other one's blocks have come, and ends well."""
+    with started(tmp_path) as three:
+        answer(three.lender)
+        wait_known(three.lenders)
+        engine = three.borrower.engine
+        large = np.arange(1, 380) % 100 + 1
+        for generation in [engine.intake.submit(tokens, 5) for tokens in (np.array(PROMPT), large)]:
+            assert list(iter(partial(generation.next_token, SECONDS), None))
+            assert generation.finish_reason != "error", generation.error
 
 
 def test_a_close_waits_for_no_lender(tmp_path: Path) -> None:

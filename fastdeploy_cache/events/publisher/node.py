@@ -98,10 +98,10 @@ class Node:
         if first > num_known or (num_blocks - first) * size != len(tokens):
             raise CodecError(f"a run of {num_blocks} blocks, of which {num_known} are known, is told from {first} on")
         end = min(num_known, num_blocks)
-        mine, keys = memoryview(self.tokens), {block: extra.key for block, extra in (self.extras or {}).items()}
+        mine, keys = memoryview(self.tokens), self.extras or {}
         for block in range(first, end):
             told = tokens[(block - first) * size : (block - first + 1) * size]
-            if mine[block * size : (block + 1) * size] != told or keys.get(block) != extras.get(block):
+            if mine[block * size : (block + 1) * size] != told or _key_of(keys, block) != extras.get(block):
                 return block
         return end
 
@@ -169,3 +169,7 @@ class Node:
         self.children = children
         for child in children.values():
             child.parent = self
+
+
+def _key_of(extras: Mapping[int, Extra], block: int) -> bytes | None:
+    return extras[block].key if block in extras else None

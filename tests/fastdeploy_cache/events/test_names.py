@@ -101,6 +101,14 @@ def test_keys_of_images_can_be_read(name: bytes | str) -> None:
     assert images_in(b"cat") == images_in(keys[0][:-1] if name else keys[0] + b"x") == []
 
 
+@pytest.mark.parametrize("image", [(-1, 2, "a"), (0, 2, "\ud800"), (0, 2), (0, "x", b"a")])
+def test_what_is_no_image_is_refused(image: Any) -> None:
+    """As `RequestError`, which is what a mirror's callers expect."""
+    scheme = NameScheme(block_size=4)
+    with pytest.raises(RequestError, match=r"give .offset, length, hash. of each"):
+        name_blocks(scheme, scheme.names(), list(range(12)), "", [image])
+
+
 def test_what_is_no_prompt_is_refused() -> None:
     """By the same rules as a request's tokens."""
     with pytest.raises(RequestError, match="token id -1"):

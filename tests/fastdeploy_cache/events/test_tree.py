@@ -148,7 +148,7 @@ def test_an_image_over_two_runs(kind: NameKind) -> None:
     packed = np.frombuffer(blocks, np.int32)
     assert [*above.block_hashes, *below.block_hashes] == name_blocks(scheme, scheme.names(), packed, "", images)
     assert above.extra_keys == [None, (("cat", 2),)]
-    assert below.extra_keys == [(("cat", -2),), (("cat", -6), ("ff", 2))]
+    assert below.extra_keys == [(("cat", -2),), (("cat", -6), ("hex:ff", 2))]
     known.apply(RunsJoined(1, 2, 2))
     ((whole, _, _),) = known.freeze()
     assert whole.extra_keys() == [*above.extra_keys, *below.extra_keys]
