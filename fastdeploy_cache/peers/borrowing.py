@@ -117,7 +117,7 @@ class Borrowing:
         with self._books:
             for other in self._open.values():
                 mine = other.request
-                if mine is request or (mine.namespace, mine.prompt) == (request.namespace, request.prompt):
+                if mine is request or _prompt_of(mine) == _prompt_of(request):
                     return found.with_loan(other.transfer)
             num_open = sum([other.num_blocks for other in self._open.values()])
             is_full = len(self._open) >= _MOST_OPEN or num_open + num_blocks > self._most_blocks
@@ -199,6 +199,9 @@ class Borrowing:
                 borrow.is_coming = self._is_open(borrow)
             if borrow.is_coming:  # a match from here on ends the receive
                 receive = self._peers.begin(borrow.request, loan.offer)
+                with self._books:
+                    if not self._is_open(borrow):  # it was given up in between, and nobody has seen the receive
+                        self._peers.forget(borrow.request.request_id)
                 receive.wait(self._receive_seconds)
                 borrow.transfer.num_blocks = receive.num_blocks if receive.succeeded else 0
                 self._end(borrow, None if receive.succeeded else (receive.reason or "late", receive.error or "late"))
@@ -208,3 +211,7 @@ class Borrowing:
         finally:
             if receive is None or not receive.succeeded:
                 call_user(loan.give_up)
+
+
+def _prompt_of(request: Request) -> tuple[object, ...]:
+    return request.namespace, request.images, request.prompt

@@ -22,6 +22,7 @@ from fastdeploy_cache.launch.server.lenders import ServingLenders
 from fastdeploy_cache.launch.server.prefix_lookup import EventSource
 from fastdeploy_cache.peers import borrowing
 from fastdeploy_cache.peers.borrowing import Loan
+from fastdeploy_cache.peers.transfers import Receive
 from tests.rigs.http_rig import served
 from tests.rigs.integer_instance import PROMPT, SECONDS, Instance, Numbers, instances
 
@@ -218,6 +219,26 @@ def test_each_request_has_its_own_loan(tmp_path: Path) -> None:
         may_go.set()
         assert new.wait(SECONDS) and not cache.peers._borrowing._open  # type: ignore[union-attr]
         cache.release(matched)
+
+
+def test_what_is_given_up_as_it_comes_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request ends between the last look and the receive, which nobody would end: its blocks may be evicted."""
+    with started(tmp_path) as three:
+        answer(three.lender)
+        wait_known(three.lenders)
+        cache, request = three.borrower.cache, Request(request_id="a", prompt_token_ids=PROMPT)
+        borrows = cache.peers._borrowing
+        assert borrows is not None
+        begin = borrows._peers.begin
+
+        def late(request: Request, offer: bytes) -> Receive:
+            cache.end_prefetch(request)
+            return begin(request, offer)
+
+        monkeypatch.setattr(borrows, "_peers", borrows._peers._replace(begin=late))
+        assert cache.prefetch(request).wait(SECONDS)
+        borrows.close()
+        assert not cache.peers.road.receives.pins and not cache.peers.road.receives.held_ids
 
 
 def test_a_full_pool_waits_for_what_is_borrowed(tmp_path: Path) -> None:
