@@ -22,11 +22,10 @@ from fastdeploy_cache.events.questions import Answer
 from fastdeploy_cache.events.wire import MEDIA, BlockName, BlockRemoved, BlockStored, Event, encode_batch
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.codec import decode, encode
-from fastdeploy_cache.launch.faults.told_stores import ToldStores
+from fastdeploy_cache.launch.faults.told_stores import Known, ToldStores
 from fastdeploy_cache.transfer_manager.kv.groups import Row
 
 Units = dict[tuple[int, BlockName], int]
-Known = tuple[dict[BlockName, int], Units]  # blocks of the full row, and units of others, with their media
 _NUM_KEPT = 12  # messages that a publisher sends again
 _MOST_STATES, _MOST_WAITING = 400, 12
 _QUIET_EVERY, _BEGIN_EVERY = 60, 97
@@ -132,7 +131,7 @@ class Listeners:
         self.tap = EventTap(tree, lambda: None, _MOST_WAITING)
         self.tap.hang()
         self.num_looks = self.num_restarts = self.num_lost = self.num_quiet = 0
-        self.stores = ToldStores(tree, self._random)
+        self.stores = ToldStores(tree, self._rows, self._random)
         self._publisher = self._new_publisher()
         self._listeners = [_Listener(self._publisher)]
 
@@ -224,7 +223,7 @@ class Listeners:
             for listener in self._listeners:
                 listener.coming.append(message)
         expected = expected_of(self._tree, self._rows)
-        self.stores.check(expected[0], known_to(self._publisher.index)[0])
+        self.stores.check(expected, known_to(self._publisher.index))
         assert known_to(self._publisher.index) == expected, "events tell something else than the tree has"
         for listener in self._listeners:
             while listener.coming or not listener.follower.is_current:

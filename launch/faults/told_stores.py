@@ -4,15 +4,20 @@ say overtakes itself."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES, BlockHasher, root_hash
+from fastdeploy_cache.books.checkpoint import Checkpoint, chain_of
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.events.journal import Note, RecordTag
 from fastdeploy_cache.events.wire import DISK_MEDIUM, MEDIA, BlockName
-from fastdeploy_cache.transfer_manager.storage.keys import owned, owner_mark
+from fastdeploy_cache.transfer_manager.kv.groups import Row
+from fastdeploy_cache.transfer_manager.storage.keys import owned, owner_mark, page_names
 from fastdeploy_cache.transfer_manager.storage.news import NewsLog
 
+UnitKey = tuple[int, BlockName]
+Known = tuple[dict[BlockName, int], dict[UnitKey, int]]  # blocks of the full row, and units of others, with their media
 _NUM_RANKS = 2
 _BIT = 1 << MEDIA.index(DISK_MEDIUM)
 
@@ -20,8 +25,9 @@ _BIT = 1 << MEDIA.index(DISK_MEDIUM)
 class ToldStores:
     """What two ranks have, as names, and what they have yet to say. Under the cache's lock."""
 
-    def __init__(self, tree: PrefixTree, chance: random.Random) -> None:
-        self._tree, self._random = tree, chance
+    def __init__(self, tree: PrefixTree, rows: Sequence[Row], chance: random.Random) -> None:
+        self._tree, self._rows, self._random = tree, rows, chance
+        self._images: dict[bytes, set[UnitKey]] = {}  # by the last page of each that was written, what it holds
         self._there: list[dict[bytes, None]] = [{} for _ in range(_NUM_RANKS)]
         self._logs: list[NewsLog | None] = [None] * _NUM_RANKS
         self._opened = [1] * _NUM_RANKS
@@ -30,7 +36,7 @@ class ToldStores:
         self._names: dict[BlockName, bytes] = {}  # of digests that were written
         self._lasting: set[BlockName] = set()  # was told in the last quiet moment, and has been there since
         self._epoch = tree.epoch  # then
-        self.num_told = self.num_lasting = 0
+        self.num_told = self.num_lasting = self.num_images = 0
 
     def begin(self) -> None:
         """Somebody else listens now, to whom all is told."""
@@ -64,13 +70,19 @@ class ToldStores:
         runs = list(self._tree.runs())
         if not runs:
             return
-        digests, mark = _digests_of(self._tree, self._random.choice(runs))
-        named = {digest: owned(digest, mark) for digest in digests}
+        run = self._random.choice(runs)
+        digests, mark = _digests_of(self._tree, run)
+        named = {digest: owned(digest, mark) for digest in digests[-run.num_blocks :]}
+        pages = list[bytes]()
+        for checkpoint in chain_of(run):
+            names = [owned(name, mark) for name in page_names(digests[checkpoint.boundary - 1], 2)]
+            self._images[names[-1]] = _units_of(checkpoint, digests, self._rows)
+            pages += names
         for digest, name in named.items():
             self._names[digest] = name
         for rank in range(_NUM_RANKS):
             if self._random.random() < 0.9:  # or it declines
-                for name in named.values():
+                for name in (*named.values(), *pages):
                     self._there[rank][name] = None
                     self._note(rank, name, is_there=True)
 
@@ -107,10 +119,12 @@ class ToldStores:
         for rank in range(_NUM_RANKS):
             self._answer(rank)
 
-    def check(self, blocks: dict[BlockName, int], known: dict[BlockName, int]) -> None:
+    def check(self, expected: Known, known: Known) -> None:
         """Raise `AssertionError` where an index that is `known` has what is not so of the stores. Adds what it has of
-        them to what is expected in `blocks`."""
-        told = {digest for digest, bits in known.items() if bits & _BIT}
+        them to what is `expected`."""
+        blocks = expected[0]
+        self._check_images(expected[1], known[1])
+        told = {digest for digest, bits in known[0].items() if bits & _BIT}
         self._names = {d: name for d, name in self._names.items() if any(name in there for there in self._there)}
         whole = {digest for digest, name in self._names.items() if all(name in there for there in self._there)}
         assert told <= whole, "a block is told that is not in every store"
@@ -122,13 +136,41 @@ class ToldStores:
         for digest in told:
             blocks[digest] = blocks.get(digest, 0) | _BIT
 
+    def _check_images(self, units: dict[UnitKey, int], known: dict[UnitKey, int]) -> None:
+        self._images = {
+            name: keys for name, keys in self._images.items() if any(name in there for there in self._there)
+        }
+        whole = {name: keys for name, keys in self._images.items() if all(name in there for there in self._there)}
+        told = {key for key, bits in known.items() if bits & _BIT}
+        assert told <= set[UnitKey]().union(*whole.values()), "a unit is told whose image is not in every store"
+        for run in self._tree.runs():
+            for checkpoint in chain_of(run) if run.epoch == self._tree.epoch else ():
+                if checkpoint.units is None and checkpoint.pages is None:  # a load keeps it that could not land
+                    continue
+                digests, mark = _digests_of(self._tree, run)
+                (name,) = page_names(digests[checkpoint.boundary - 1], 1)
+                keys = whole.get(owned(name, mark), set())
+                assert keys <= told, "a checkpoint is not told that is in the tree and in every store"
+                self.num_images += bool(keys)
+        for key in told:
+            units[key] = units.get(key, 0) | _BIT
+
+
+def _units_of(checkpoint: Checkpoint, digests: Sequence[bytes], rows: Sequence[Row]) -> set[UnitKey]:
+    end = checkpoint.boundary
+    return {
+        (number, digests[block])
+        for number, row in enumerate(rows, start=1)
+        for block in range(row.first_block(end), end)
+    }
+
 
 def _digests_of(tree: PrefixTree, run: Run) -> tuple[list[bytes], bytes]:
-    """The digests of a run's blocks, and whose they are."""
-    *above, _ = path = run.path()
-    namespace = run.root().namespace
-    parent, hasher = root_hash(namespace, tree.block_size), BlockHasher(tree.block_size)
-    for each in above:
-        parent = hasher.extend(parent, each.tokens, 0, each.num_blocks, each.extras)[-HASH_BYTES:]
-    joined = hasher.extend(parent, path[-1].tokens, 0, run.num_blocks, run.extras)
-    return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)], owner_mark(namespace)
+    """The digests of all blocks down to a run's last one, and whose they are."""
+    namespace, hasher, digests = run.root().namespace, BlockHasher(tree.block_size), list[bytes]()
+    parent = root_hash(namespace, tree.block_size)
+    for each in run.path():
+        joined = hasher.extend(parent, each.tokens, 0, each.num_blocks, each.extras)
+        digests += [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
+        parent = joined[-HASH_BYTES:]
+    return digests, owner_mark(namespace)

@@ -13,7 +13,7 @@ import pytest
 from fastdeploy_cache.errors import StorageError, StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage import open_storage
 from fastdeploy_cache.transfer_manager.storage.base import Blocks, seal
-from fastdeploy_cache.transfer_manager.storage.keys import is_page, owned, owner_mark, page_names
+from fastdeploy_cache.transfer_manager.storage.keys import owned, owner_mark
 from fastdeploy_cache.transfer_manager.storage.news import news_of
 from tests.rigs.faulty_storage import FaultyStorage
 from tests.rigs.places import MemoryPlace, Place
@@ -334,12 +334,11 @@ def test_what_an_owner_has_is_removed(place: Place) -> None:
 
 
 def test_news_are_what_came_and_went(place: Place) -> None:
-    """Whoever listens knows at any time what is there: first all of it, then what has changed; pages are not told."""
+    """Whoever listens knows at any time what is there: first all of it, then what has changed."""
     store, prompt = place.open(place.space(5000))
     if news_of(store, 1) is None:
         assert "file" not in place.kind  # others write to the same servers
         return
-    prompt.hashes[5:7] = page_names(prompt.hashes[5], 2)
     known, number = set[bytes](), itertools.count(1)
 
     def told(listener: int) -> set[bytes]:
@@ -350,8 +349,7 @@ def test_news_are_what_came_and_went(place: Place) -> None:
             known.update(news.came[at : at + 32] for at in range(0, len(news.came), 32))
         return known
 
-    blocks = [name for name in prompt.hashes if not is_page(name)]
-    assert len(blocks) == len(prompt.hashes) - 2
+    blocks = prompt.hashes
     store.write(prompt.blocks())
     assert told(1) == set(blocks)
     store.remove(blocks[:3])

@@ -14,6 +14,7 @@ from fastdeploy_cache.errors import CodecError, OutOfBlocksError
 from fastdeploy_cache.events.feed.tap import EventTap
 from fastdeploy_cache.events.follower import Follower
 from fastdeploy_cache.events.journal import StoreTold
+from fastdeploy_cache.events.publisher.images import ToldImages
 from fastdeploy_cache.events.publisher.node import Node
 from fastdeploy_cache.events.publisher.store import ToldStore
 from fastdeploy_cache.events.publisher.tree import ToldTree
@@ -84,6 +85,14 @@ def _is_deaf_to_names(*_: object, is_there: bool) -> None:
     return None
 
 
+def _is_deaf_to_pages(*_: object, is_whole: bool, is_held: bool) -> None:
+    return None
+
+
+def _is_deaf_to_anchors(*_: object, is_whole: bool) -> None:
+    return None
+
+
 def _takes_in_what_comes(store: ToldStore, told: StoreTold) -> None:
     rank = store._ranks.get(told.rank)
     if rank is not None and rank.opened_ns == told.opened_ns:
@@ -113,6 +122,8 @@ _TAKE_IN = ToldStore.take_in
         (ToldStore, "_is_known", _is_sure),
         (ToldStore, "take_in", _takes_in_what_comes),
         (NewsLog, "note", _is_deaf_to_names),
+        (ToldImages, "change", _is_deaf_to_pages),
+        (ToldImages, "anchor", _is_deaf_to_anchors),
     ],
     ids=lambda part: part if isinstance(part, str) else None,
 )

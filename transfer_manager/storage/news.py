@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 
 from fastdeploy_cache.transfer_manager.storage.base import News, Storage
-from fastdeploy_cache.transfer_manager.storage.keys import PROBE_OWNER, is_owned, is_page
+from fastdeploy_cache.transfer_manager.storage.keys import PROBE_OWNER, is_owned
 
 _MOST_NAMES = 4096  # told at a time: 128 KiB
 
@@ -15,7 +15,7 @@ _MOST_NAMES = 4096  # told at a time: 128 KiB
 class NewsLog:
     """What one listener has yet to be told, name by name: the last of each counts. One thread at a time.
 
-    Pages of checkpoints are not told, and neither is the noise by which a store is tried.
+    The noise by which a store is tried is not told.
     """
 
     def __init__(self, listener: int, entries: Mapping[bytes, object]) -> None:
@@ -61,4 +61,4 @@ def news_of(store: Storage, listener: int) -> News | None:
 
 
 def _is_told(name: bytes) -> bool:
-    return not is_page(name) and not is_owned(name, PROBE_OWNER)
+    return not is_owned(name, PROBE_OWNER)

@@ -15,9 +15,10 @@ from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.errors import CodecError
 from fastdeploy_cache.events.journal import StoreTold
 from fastdeploy_cache.events.names import NameScheme, OwnNames
+from fastdeploy_cache.events.publisher.images import ImageChange, Parts, ToldImages
 from fastdeploy_cache.events.publisher.node import Node
 from fastdeploy_cache.events.publisher.stretch import Stretch, joined
-from fastdeploy_cache.transfer_manager.storage.keys import owned, owner_mark
+from fastdeploy_cache.transfer_manager.storage.keys import is_page, owned, owner_mark, page_names
 
 _MOST_LATELY = 16_384  # blocks that have left the tree, whose tokens are kept even so
 _MOST_EARLY = 128  # answers of a rank that come before another one
@@ -59,28 +60,31 @@ class ToldStore:
         self._holders: dict[bytes, int] = {}  # of each name, the ranks that have it
         self._told: dict[bytes, None] = {}
         self._orphans: dict[bytes, dict[bytes, None]] = {}  # what every rank has, by the unknown digest before it
-        self._changes: list[tuple[bytes, Stretch | None]] = []  # that were not taken: came, or None: gone
+        self._changes: list[bytes | Stretch | ImageChange] = []  # that were not taken: gone, come, and images
+        self.images = ToldImages(self._is_known, self._note_image)
         self.is_open = False  # a store has said something
 
-    def take(self) -> Iterator[tuple[bytes, Stretch | None]]:
-        """What has changed, in its order: blocks in a row that have come, or the joined digests of some that went."""
+    def take(self) -> Iterator[bytes | Stretch | ImageChange]:
+        """What has changed, in its order: joined digests of blocks that went, blocks in a row that came, and images."""
         changes, self._changes = self._changes, []
         gone, run = list[bytes](), list[Stretch]()
-        for digest, stretch in changes:
-            if gone and stretch is not None:
-                yield b"".join(gone), None
+        for change in changes:
+            if gone and not isinstance(change, bytes):
+                yield b"".join(gone)
                 gone = []
-            if run and (stretch is None or stretch.before != run[-1].digests):
-                yield b"", joined(run)
+            if run and not (isinstance(change, Stretch) and change.before == run[-1].digests):
+                yield joined(run)
                 run = []
-            if stretch is None:
-                gone.append(digest)
+            if isinstance(change, bytes):
+                gone.append(change)
+            elif isinstance(change, Stretch):
+                run.append(change)
             else:
-                run.append(stretch)
+                yield change
         if gone:
-            yield b"".join(gone), None
+            yield b"".join(gone)
         if run:
-            yield b"", joined(run)
+            yield joined(run)
 
     def stretches(self) -> Iterator[Stretch]:
         """All that is told, parents first."""
@@ -140,6 +144,7 @@ class ToldStore:
             self._drop_unknown(digest)
         for digest in list(self._blocks):
             self._settle(digest)
+        self.images.forget_tree(self._is_whole, self._holders.__contains__)
 
     def _drop_unknown(self, digest: bytes) -> None:
         block = self._blocks.get(digest)
@@ -153,14 +158,37 @@ class ToldStore:
                 if not waiting:
                     del self._orphans[before]
 
+    def anchor(self, node: Node, place: int, parts: Parts) -> None:
+        """A checkpoint behind a block of a run is in a tier more."""
+        if self.is_open:
+            name = self._page_of(node, place)
+            self.images.anchor(name, parts, is_whole=self._is_whole(name))
+
+    def lift(self, node: Node, place: int) -> None:
+        """It is in a tier less."""
+        if self.is_open:
+            self.images.lift(self._page_of(node, place), self._holders.__contains__)
+
+    def _note_image(self, change: ImageChange) -> None:
+        self._changes.append(change)
+
+    def _page_of(self, node: Node, place: int) -> bytes:
+        digest = bytes(node.digests[(place - 1) * HASH_BYTES : place * HASH_BYTES])
+        (page,) = page_names(self._blocks[digest].own, 1)
+        return owned(page, owner_mark(_namespace_of(node)))
+
+    def _is_whole(self, name: bytes) -> bool:
+        return self._all > 0 and self._holders.get(name) == self._all
+
     # -- the store
 
-    def open(self, tops: Iterable[Node]) -> None:
-        """A store says something for the first time: learn what is in the tree."""
+    def open(self, tops: Iterable[Node]) -> list[Node]:
+        """A store says something for the first time: learn what is in the tree. Returns all runs."""
         self.is_open, nodes = True, list(tops)
         for node in nodes:  # they grow meanwhile
             nodes.extend(node.children.values())
             self.learn(node, 0)
+        return nodes
 
     def close(self) -> None:
         """No store is attached any more."""
@@ -197,12 +225,15 @@ class ToldStore:
             self._holders[name] = holders
         else:
             self._holders.pop(name, None)
+        if is_page(name):
+            self.images.change(name, is_whole=holders == self._all, is_held=holders > 0)
+            return
         if holders == self._all:
             self._settle(digest)
             return
         if digest in self._told:
             del self._told[digest]
-            self._changes.append((digest, None))
+            self._changes.append(digest)
         if not holders:
             self._drop_unknown(digest)
 
@@ -229,7 +260,7 @@ class ToldStore:
             self._orphans.setdefault(before, {})[digest] = None
         else:
             self._told[digest] = None
-            self._changes.append((digest, block.stretch))
+            self._changes.append(block.stretch)
 
 
 def _namespace_of(node: Node) -> str:

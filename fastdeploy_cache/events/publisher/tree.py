@@ -19,6 +19,7 @@ from fastdeploy_cache.events.journal import (
     TreeCleared,
 )
 from fastdeploy_cache.events.names import NameScheme
+from fastdeploy_cache.events.publisher.images import ImageChange
 from fastdeploy_cache.events.publisher.node import Node
 from fastdeploy_cache.events.publisher.store import ToldStore
 from fastdeploy_cache.events.publisher.stretch import Stretch, Teller, stretches
@@ -82,11 +83,17 @@ class ToldTree:
                 self._store.forget_tree()
         else:
             self._take_in(record)
-        for digests, stretch in self._store.take():
-            if stretch is None:
-                self._remove(_DISK, self._group, digests)
-            else:
-                self._events.extend(self._teller.stored(stretch, MEDIA[_DISK], self._group))
+        for change in self._store.take():
+            self._tell_of_store(change)
+
+    def _tell_of_store(self, change: bytes | Stretch | ImageChange) -> None:
+        if isinstance(change, bytes):
+            self._remove(_DISK, self._group, change)
+        elif isinstance(change, Stretch):
+            self._events.extend(self._teller.stored(change, MEDIA[_DISK], self._group))
+        else:
+            for row, whole in change.parts:
+                self._turn(whole, row, _DISK, 1 if change.is_there else -1)
 
     def _take_in(self, record: RunTold | RunGone | RunParted | RunsJoined | StoreTold | StoreGone) -> None:
         if isinstance(record, RunTold):
@@ -99,7 +106,7 @@ class ToldTree:
             self._join(record)
         elif isinstance(record, StoreTold):
             if not self._store.is_open:
-                self._store.open(self._tops.values())
+                self._open_store()
             self._store.take_in(record)
         else:
             self._store.close()
@@ -251,13 +258,29 @@ class ToldTree:
         if place not in there:
             there[place] = boundary
             for row, whole in self._units(node, place, boundary):
-                for part in self._turned(whole, row, tier, 1):
-                    self._events.extend(self._teller.stored(part, MEDIA[tier], row))
+                self._turn(whole, row, tier, 1)
+            self._store.anchor(node, place, list(self._units(node, place, boundary)))
 
     def _lift(self, node: Node, place: int, tier: int) -> None:
         boundary = node.anchors[tier].pop(place)
+        self._store.lift(node, place)
         for row, whole in self._units(node, place, boundary):
-            for part in self._turned(whole, row, tier, -1):
+            self._turn(whole, row, tier, -1)
+
+    def _open_store(self) -> None:
+        """A store says something for the first time."""
+        nodes = self._store.open(self._tops.values())
+        for node in nodes if self._rows else ():
+            for there in node.anchors:
+                for place, boundary in there.items():
+                    self._store.anchor(node, place, list(self._units(node, place, boundary)))
+
+    def _turn(self, whole: Stretch, row: int, tier: int, change: int) -> None:
+        """Something holds these units of a tier now (1), or no more (-1): tell those that nothing else holds."""
+        for part in self._turned(whole, row, tier, change):
+            if change > 0:
+                self._events.extend(self._teller.stored(part, MEDIA[tier], row))
+            else:
                 self._remove(tier, row, part.digests)
 
     def _units(self, node: Node, place: int, boundary: int) -> Iterator[tuple[int, Stretch]]:
@@ -281,13 +304,18 @@ class ToldTree:
 
     def _frozen_units(self, nodes: Sequence[Node]) -> Iterator[Part]:
         told = set[tuple[int, int, bytes]]()
-        for node in nodes:
-            for tier, there in enumerate(node.anchors):
-                for place, boundary in there.items():
-                    for row, whole in self._units(node, place, boundary):
-                        ends = range(HASH_BYTES, len(whole.digests) + 1, HASH_BYTES)
-                        keys = [(row, tier, whole.digests[end - HASH_BYTES : end]) for end in ends]
-                        fresh = [at for at, key in enumerate(keys) if key not in told]
-                        told.update(keys)
-                        for first, end in stretches(fresh):
-                            yield whole.part(first, end), MEDIA[tier], row
+        held = [
+            (tier, row, whole)
+            for node in nodes
+            for tier, there in enumerate(node.anchors)
+            for place, boundary in there.items()
+            for row, whole in self._units(node, place, boundary)
+        ]
+        held += [(_DISK, row, whole) for parts in self._store.images.all() for row, whole in parts]
+        for tier, row, whole in held:
+            ends = range(HASH_BYTES, len(whole.digests) + 1, HASH_BYTES)
+            keys = [(row, tier, whole.digests[end - HASH_BYTES : end]) for end in ends]
+            fresh = [at for at, key in enumerate(keys) if key not in told]
+            told.update(keys)
+            for first, end in stretches(fresh):
+                yield whole.part(first, end), MEDIA[tier], row

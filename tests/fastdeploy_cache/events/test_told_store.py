@@ -13,7 +13,8 @@ from fastdeploy_cache.events.journal import Began, RunGone, StoreGone, StoreTold
 from fastdeploy_cache.events.names import NameKind, NameScheme
 from fastdeploy_cache.events.publisher.tree import ToldTree
 from fastdeploy_cache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from fastdeploy_cache.transfer_manager.storage.keys import owned, owner_mark
+from fastdeploy_cache.transfer_manager.kv.groups import Row
+from fastdeploy_cache.transfer_manager.storage.keys import owned, owner_mark, page_names
 from tests.rigs.told_runs import SIZE, tokens, told
 
 BLOCKS = tokens(1, 2, 3)
@@ -30,8 +31,8 @@ def names_of(blocks: bytes = BLOCKS, namespace: str = "", extras: dict[int, byte
 class Told:
     """A tree that has begun, and ranks that tell it what their stores have."""
 
-    def __init__(self, num_ranks: int = 1, kind: NameKind = "own") -> None:
-        self.tree = ToldTree(NameScheme(kind=kind, block_size=SIZE))
+    def __init__(self, num_ranks: int = 1, kind: NameKind = "own", rows: Sequence[Row] = ()) -> None:
+        self.tree = ToldTree(NameScheme(kind=kind, block_size=SIZE), rows)
         self._num_ranks = num_ranks
         self._numbers = [itertools.count() for _ in range(num_ranks)]
         self.opened_ns = 1
@@ -205,3 +206,43 @@ def test_names_of_others_and_of_tenants(kind: NameKind, namespace: str) -> None:
     assert stored.block_hashes == [*above.block_hashes, *below.block_hashes]
     assert stored.extra_keys == [*(above.extra_keys or []), None]
     assert cache.hear(cache.said(0, gone=names_of(BLOCKS, "other"))) == []
+
+
+def test_a_checkpoint_is_told_by_its_last_page() -> None:
+    """Of a hybrid model: what is read behind it is in the store when every rank has the page that look-ups ask for, as
+    long as that is so, also behind a reset, and for a late listener; what two checkpoints hold is told once."""
+    rows = (Row("window", 2 * SIZE, SIZE), Row("state", 0, SIZE))
+    cache, names = Told(num_ranks=2, rows=rows), names_of(namespace="tenant")
+    pages = [owned(page_names(own, 3)[-1], owner_mark("tenant")) for own in names_of_own("tenant")]
+    cache.hear(cache.said(0))
+    cache.hear(told(1, BLOCKS, namespace="tenant", anchors=[(2, 2, 1), (3, 3, 1)]))
+    assert units_on_disk(cache.hear(cache.said(0, [*names, *pages]))) == []
+    assert units_on_disk(cache.hear(cache.said(1, [*names, pages[1]]))) == [(1, 2), (2, 1)]
+    assert units_on_disk(cache.hear(cache.said(1, [pages[2]]))) == [(1, 1), (2, 1)]
+    assert units_on_disk(cache.hear(RunGone(1))) == []
+    parts = [(group, stretch.num_blocks) for stretch, medium, group in cache.tree.freeze() if medium == "DISK"]
+    assert sorted(parts) == [(0, 3), (1, 1), (1, 2), (2, 1), (2, 1)]
+    assert units_on_disk(cache.hear(TreeCleared())) == [(1, 2), (2, 1), (1, 1), (2, 1)]
+    assert units_on_disk(cache.hear(cache.said(0, gone=[pages[1]]))) == [(1, -1), (2, -1)]
+    assert units_on_disk(cache.hear(StoreGone())) == [(1, -2), (2, -1)]
+    for number in range(2, 1100):
+        cache.hear(told(number, tokens(number * 10), anchors=[(1, 1, 1)]))
+        cache.hear(RunGone(number))
+    images = cache.tree._store.images
+    assert len(images._images) == len(images._lately) == 1024 and not images._num_tiers
+
+
+def names_of_own(namespace: str) -> list[bytes]:
+    """Our own hashes of the blocks, without a mark."""
+    joined = BlockHasher(SIZE).extend(root_hash(namespace, SIZE), BLOCKS, 0, 3)
+    return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
+
+
+def units_on_disk(events: Sequence[Event]) -> list[tuple[int, int]]:
+    """Group and number of units that are told of the store, below 0 where they have gone; those of group 0 left out."""
+    about = [event for event in events if isinstance(event, BlockStored | BlockRemoved) and event.medium == "DISK"]
+    return [
+        (event.group_idx, len(event.block_hashes) * (1 if isinstance(event, BlockStored) else -1))
+        for event in about
+        if event.group_idx
+    ]
