@@ -83,9 +83,9 @@ class StoreNews(NamedTuple):
     listener: int
     opened_ns: int
     number: int
-    has_more: bool
     came: bytes
     gone: bytes
+    has_more: bool
 
 
 @dataclass(frozen=True, kw_only=True)

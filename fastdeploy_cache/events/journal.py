@@ -90,7 +90,6 @@ class StoreTold(msgspec.Struct, array_like=True, tag=int(RecordTag.STORE)):
     num_ranks: int
     opened_ns: int
     number: int
-    has_more: bool
     came: bytes
     gone: bytes
 

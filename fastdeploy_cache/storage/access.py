@@ -28,6 +28,7 @@ from fastdeploy_cache.transfer_manager.client import RankStatus
 
 if TYPE_CHECKING:
     from fastdeploy_cache.stats import StorageTierStats
+    from fastdeploy_cache.storage.news import StoreListening
     from fastdeploy_cache.storage.reads import StorageReads
     from fastdeploy_cache.storage.tier import StorageTier
     from fastdeploy_cache.transfer_manager.storage.client import StorageClient, StorageProcesses
@@ -59,14 +60,15 @@ class StorageAccess:
 
     def _on_heard(self, heard: StoreHeard) -> None:
         self._listener = heard.listener
-        for tier in (*self._beside, self._tier):
-            if not isinstance(tier, NoTier):
-                self._books.mishaps.contain("client", functools.partial(tier.link.news.hear, heard.listener))
+        for news in self._all_news():
+            self._books.mishaps.contain("client", functools.partial(news.hear, heard.listener))
 
     def _on_taken(self, _: StoreNewsTaken) -> None:
-        for tier in (*self._beside, self._tier):
-            if not isinstance(tier, NoTier):
-                self._books.mishaps.contain("client", tier.link.news.taken)
+        for news in self._all_news():
+            self._books.mishaps.contain("client", news.taken)
+
+    def _all_news(self) -> list[StoreListening]:
+        return [tier.link.news for tier in (*self._beside, self._tier) if not isinstance(tier, NoTier)]
 
     # -- verbs
 

@@ -188,11 +188,11 @@ class StorageLink:
 
     def above(self, run: Run, end: int) -> bytes:
         """The hashes of the blocks before a block of a run, where its owner has a share of the store; else none."""
-        *before, _ = path = run.path()
-        if run.root().namespace not in self._sharing:
+        if not self._sharing or run.root().namespace not in self._sharing:
             return b""
+        *before, _ = run.path()
         names = [self._tree.names.of(each, 0, each.num_blocks) for each in before]
-        return b"".join(names) + self._tree.names.of(path[-1], 0, end)
+        return b"".join(names) + self._tree.names.of(run, 0, end)
 
     def note_read(self, result: TransferResult) -> None:
         """How long the slowest rank took for how many bytes."""

@@ -125,28 +125,25 @@ def bench_tenants(json_file: Path | None) -> bool:
             alone = _run(has_flood=False, num_cpu_blocks=num_cpu_blocks).served[_QUIET].percent
             plain = _run(has_flood=True, num_cpu_blocks=num_cpu_blocks).served[_QUIET].percent
             shared = _run(shares, has_flood=True, num_cpu_blocks=num_cpu_blocks).served[_QUIET].percent
-            base = Figure("alone", alone, "%")
-            promise = at_least(f"{name}: hit rate of a quiet tenant with its share, of that alone", _LEAST_OF_ALONE)
-            lines[name] = [
-                base,
-                Figure("without shares", plain, "%", baseline=base),
-                Figure("with shares", shared, "%", baseline=base, promise=promise),
-            ]
+            lines[name] = _beside_a_flood(name, alone, plain, shared)
         lines["file store"] = _of_a_store()
         report.table("Token hit rate of a quiet tenant beside a flood", lines)
         report.table("A request of the flood", {"GPU alone": _costs(shares)}, about="in its thread's time, all evict")
         return report.end()
 
 
+def _beside_a_flood(name: str, alone: float, plain: float, shared: float) -> list[Figure]:
+    base = Figure("alone", alone, "%")
+    promise = at_least(f"{name}: hit rate of a quiet tenant with its share, of that alone", _LEAST_OF_ALONE)
+    with_shares = Figure("with shares", shared, "%", baseline=base, promise=promise)
+    return [base, Figure("without shares", plain, "%", baseline=base), with_shares]
+
+
 def _of_a_store() -> list[Figure]:
     """The same of a file store's objects, real files: what is read again and again, and what is written once."""
-    quiet = owner_mark(_QUIET)
-    shares = [(quiet, _SHARE, 1.0)]
+    shares = [(owner_mark(_QUIET), _SHARE, 1.0)]
     alone, plain = _stored_percent([], has_flood=False), _stored_percent([], has_flood=True)
-    base = Figure("alone", alone, "%")
-    promise = at_least("file store: hit rate of a quiet tenant with its share, of that alone", _LEAST_OF_ALONE)
-    with_shares = Figure("with shares", _stored_percent(shares, has_flood=True), "%", baseline=base, promise=promise)
-    return [base, Figure("without shares", plain, "%", baseline=base), with_shares]
+    return _beside_a_flood("file store", alone, plain, _stored_percent(shares, has_flood=True))
 
 
 def _stored_percent(shares: list[tuple[bytes, float, float]], *, has_flood: bool) -> float:

@@ -72,14 +72,13 @@ class ToldStores:
             return
         run = self._random.choice(runs)
         digests, mark = _digests_of(self._tree, run)
-        named = {digest: owned(digest, mark) for digest in digests[-run.num_blocks :]}
+        named: dict[BlockName, bytes] = {digest: owned(digest, mark) for digest in digests[-run.num_blocks :]}
         pages = list[bytes]()
         for checkpoint in chain_of(run):
             names = [owned(name, mark) for name in page_names(digests[checkpoint.boundary - 1], 2)]
             self._images[names[-1]] = _units_of(checkpoint, digests, self._rows)
             pages += names
-        for digest, name in named.items():
-            self._names[digest] = name
+        self._names |= named
         for rank in range(_NUM_RANKS):
             if self._random.random() < 0.9:  # or it declines
                 for name in (*named.values(), *pages):
@@ -94,8 +93,7 @@ class ToldStores:
         self._lasting = {digest for digest in self._lasting if self._names[digest] not in lost}
 
     def _note(self, rank: int, name: bytes, *, is_there: bool) -> None:
-        log = self._logs[rank]
-        if log is not None:
+        if (log := self._logs[rank]) is not None:
             log.note(name, is_there=is_there)
 
     def _answer(self, rank: int) -> None:
@@ -105,7 +103,7 @@ class ToldStores:
             log = self._logs[rank] = NewsLog(self._listener, self._there[rank])
         news = log.take()
         if news is not None:
-            said = (int(RecordTag.STORE), rank, _NUM_RANKS, self._opened[rank], *news)
+            said = (int(RecordTag.STORE), rank, _NUM_RANKS, self._opened[rank], *news[:-1])
             self._coming.insert(self._random.randrange(max(0, len(self._coming) - 2), len(self._coming) + 1), said)
 
     def take(self) -> list[Note]:

@@ -8,25 +8,23 @@ import json
 import logging
 import time
 from base64 import b64decode
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 
 from fastdeploy_cache.errors import CacheError, LaunchError
 from fastdeploy_cache.events import Mirror
-from fastdeploy_cache.launch.server.api_requests import LEND_PATH, PREFILL_PATH
+from fastdeploy_cache.launch.server.api_requests import LEND_PATH
 from fastdeploy_cache.launch.server.prefix_lookup import EventSource
-from fastdeploy_cache.launch.server.upstream import Place, Question, Upstream
+from fastdeploy_cache.launch.server.upstream import Offer, Place, Question, Upstream, give_up, offer_in
 from fastdeploy_cache.peers.borrowing import Loan
 from fastdeploy_cache.request import Request
 
 logger = logging.getLogger(__name__)
 
-_SHORT_SECONDS = 2.0
-_QUIET_SECONDS = 10.0  # for so long one that has failed is left alone
+_SHORT_SECONDS, _QUIET_SECONDS = 2.0, 10.0  # of giving up; for so long one that has failed is left alone
 _MOST_BYTES = 2**20  # of an answer
 
 
@@ -62,14 +60,14 @@ class ServingLenders:
         if place is None:
             return None
         salt = {"cache_salt": request.namespace} if request.namespace else {}
-        body = json.dumps({"prompt": _tokens_of(request).tolist(), **salt}).encode()
+        body = json.dumps({"prompt": np.frombuffer(request.prompt, np.int32).tolist(), **salt}).encode()
+        question = Question("POST", LEND_PATH, body, timeout_seconds)
         try:
-            status, answer = _ask(place, Question("POST", LEND_PATH, body, timeout_seconds))
+            status, answer = _run(lambda upstream: _asked(upstream, place, question), timeout_seconds)
             if status != 200:
                 raise ValueError(f"status {status}: {answer}")
-            offer, offer_id = answer["offer"], answer["offer_id"]
-            give_up = functools.partial(_give_up, place, str(offer_id))
-            return Loan(b64decode(offer), give_up) if offer is not None else None
+            offer = offer_in(place, answer)
+            return Loan(b64decode(offer.offer), functools.partial(_give_up, offer)) if offer is not None else None
         except (OSError, ValueError, LookupError, TypeError) as error:
             self._quiet_until[place] = time.monotonic() + _QUIET_SECONDS
             logger.warning("event=not_lent at=%s:%d error=%.200r", *place, error)
@@ -80,7 +78,7 @@ class ServingLenders:
         best, most = None, 0
         if request.images:  # which nobody can say to `/v1/lend`
             return None, 0
-        tokens, now = _tokens_of(request), time.monotonic()
+        tokens, now = np.frombuffer(request.prompt, np.int32), time.monotonic()
         for place, mirror in self._mirrors.items():
             if self._quiet_until.get(place, 0.0) > now:
                 continue
@@ -90,31 +88,32 @@ class ServingLenders:
         return best, most
 
 
-def _tokens_of(request: Request) -> np.ndarray[Any, np.dtype[np.int32]]:
-    return np.frombuffer(request.prompt, np.int32)
-
-
-def _give_up(place: Place, offer_id: str) -> None:
+def _give_up(offer: Offer) -> None:
     try:
-        _ask(place, Question("DELETE", f"{PREFILL_PATH}/{quote(offer_id)}", None, _SHORT_SECONDS))
-    except (OSError, ValueError) as error:
-        logger.warning("event=offer_not_given_up at=%s:%d error=%r", *place, error)
+        _run(lambda upstream: give_up(upstream, offer), _SHORT_SECONDS)
+    except TimeoutError as error:
+        logger.warning("event=offer_not_given_up at=%s:%d error=%r", *offer.place, error)
 
 
-def _ask(place: Place, question: Question) -> tuple[int, Any]:
-    """Status and answer, all of it within the question's time. Raises `OSError`, of which `TimeoutError` is one, and
-    `ValueError` for an answer that is none."""
-    return asyncio.run(asyncio.wait_for(_asked(place, question), question.timeout_seconds))
+def _run(call: Callable[[Upstream], Awaitable[Any]], timeout_seconds: float) -> Any:
+    """What this comes to, all of it within that time: else `TimeoutError`."""
+
+    async def run() -> Any:
+        upstream = Upstream()
+        try:
+            return await asyncio.wait_for(call(upstream), timeout_seconds)
+        finally:
+            await upstream.close()
+
+    return asyncio.run(run())
 
 
-async def _asked(place: Place, question: Question) -> tuple[int, Any]:
-    upstream, data = Upstream(), bytearray()
-    try:
-        async with upstream.ask(place, question) as answer:
-            async for piece in answer.pieces():
-                data += piece
-                if len(data) > _MOST_BYTES:
-                    raise ValueError(f"an answer of more than {_MOST_BYTES} bytes")
-            return answer.response.status, json.loads(data)
-    finally:
-        await upstream.close()
+async def _asked(upstream: Upstream, place: Place, question: Question) -> tuple[int, Any]:
+    """Status and answer. Raises `OSError`, and `ValueError` for an answer that is none."""
+    data = bytearray()
+    async with upstream.ask(place, question) as answer:
+        async for piece in answer.pieces():
+            data += piece
+            if len(data) > _MOST_BYTES:
+                raise ValueError(f"an answer of more than {_MOST_BYTES} bytes")
+        return answer.response.status, json.loads(data)

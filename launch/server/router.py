@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
-from urllib.parse import quote
+from typing import Any
 
 from aiohttp import web
 
@@ -21,7 +20,7 @@ from fastdeploy_cache.launch.server.limits import ClientCounts, read_body
 from fastdeploy_cache.launch.server.prefix_lookup import PromptKnown
 from fastdeploy_cache.launch.server.request_log import FACTS
 from fastdeploy_cache.launch.server.router_pages import RouterPages
-from fastdeploy_cache.launch.server.upstream import READINESS, Place, Question, Upstream
+from fastdeploy_cache.launch.server.upstream import READINESS, Offer, Question, Upstream, give_up, offer_in
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +36,6 @@ _NOT_HERE = {
     "POST": f"nothing is posted to {{path}}; use {CHAT_PATH} or {COMPLETION_PATH}",
 }
 _UPSTREAM = web.AppKey("upstream", Upstream)
-
-
-class Offer(NamedTuple):
-    """What a prefill instance has computed, and where it is given up."""
-
-    offer: str
-    place: Place
-    offer_id: str
 
 
 class Router:
@@ -157,7 +148,7 @@ class Router:
         finally:  # refused, nobody there, or the client has gone: blocks would wait for a reader until their deadline
             has_taken = forwarding is not None and forwarding.has_taken_offer
             if offer is not None and (is_lent or not has_taken):  # a loan may be declined without a word
-                await _give_up(upstream, offer)
+                await give_up(upstream, offer)
 
     async def _borrow(self, upstream: Upstream, body: bytes, choice: Choice) -> Offer | None:
         """What an instance lends of this prompt, if it does soon; without that it is computed where it is answered.
@@ -170,7 +161,7 @@ class Router:
             with self._decode.loaded((lender, choice.load_of(lender)), (first, choice.load_of(first))):
                 async with upstream.ask(lender, question) as answer:
                     text = await answer.body()
-                    offer = _offer(lender, json.loads(text)) if answer.response.status == 200 else None
+                    offer = offer_in(lender, json.loads(text)) if answer.response.status == 200 else None
         except (OSError, ValueError, LookupError, TypeError) as error:
             logger.warning("event=not_lent at=%s:%d error=%r", *lender, error)
             return None
@@ -189,7 +180,7 @@ class Router:
                 async with self._prefill.asked(upstream, place, question, choice.load_of(place)) as answer:
                     choice.answered(place)
                     status, text = answer.response.status, await answer.body()
-                    offer = _offer(place, json.loads(text)) if status == 200 else None
+                    offer = offer_in(place, json.loads(text)) if status == 200 else None
             except TimeoutError as error:  # no time is left for another
                 logger.warning("event=prefill_hung at=%s:%d error=%r", *place, error)
                 if not await upstream.is_healthy(place):
@@ -214,22 +205,6 @@ async def _connect(app: web.Application) -> AsyncIterator[None]:
     await app[_UPSTREAM].close()
 
 
-async def _give_up(upstream: Upstream, offer: Offer) -> None:
-    question = Question("DELETE", f"{PREFILL_PATH}/{quote(offer.offer_id)}", None, _SHORT_SECONDS)
-    try:
-        async with upstream.ask(offer.place, question) as answer:
-            await answer.body()
-            logger.info("event=offer_given_up at=%s:%d status=%d", *offer.place, answer.response.status)
-    except OSError as error:
-        logger.warning("event=offer_not_given_up at=%s:%d error=%r", *offer.place, error)
-
-
 def _encode(chat: dict[str, Any]) -> bytes:
     """No larger than it came, whatever it was escaped with."""
     return json.dumps(chat, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
-
-
-def _offer(place: Place, answer: Any) -> Offer | None:
-    """None where the prompt is too short for one. Raises `LookupError`, `TypeError` for what is no answer."""
-    offer, offer_id = answer["offer"], answer["offer_id"]
-    return Offer(offer, place, offer_id) if isinstance(offer, str) and isinstance(offer_id, str) else None

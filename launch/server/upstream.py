@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 
 from fastdeploy_cache.ipc.log_lines import current_request
+from fastdeploy_cache.launch.server.api_requests import PREFILL_PATH
 from fastdeploy_cache.launch.server.request_log import ID_HEADER
 
-_CONNECT_SECONDS = 5.0
+logger = logging.getLogger(__name__)
+
+_CONNECT_SECONDS, _SHORT_SECONDS = 5.0, 2.0
 
 T = TypeVar("T")
 Place = tuple[str, int]  # host and port
@@ -199,3 +204,28 @@ def _builtin_errors() -> Iterator[None]:
         raise ConnectionResetError(f"the connection ended: {error!r}") from error
     except (aiohttp.ClientError, aiohttp.http_exceptions.HttpProcessingError) as error:
         raise OSError(f"no whole answer: {error!r}") from error
+
+
+class Offer(NamedTuple):
+    """What an instance has computed or lends, as base64, and where it is given up."""
+
+    offer: str
+    place: Place
+    offer_id: str
+
+
+def offer_in(place: Place, answer: Any) -> Offer | None:
+    """None where the prompt is too short for one. Raises `LookupError`, `TypeError` for what is no answer."""
+    offer, offer_id = answer["offer"], answer["offer_id"]
+    return Offer(offer, place, offer_id) if isinstance(offer, str) and isinstance(offer_id, str) else None
+
+
+async def give_up(upstream: Upstream, offer: Offer) -> None:
+    """Nobody takes it: its blocks would be held until its deadline."""
+    question = Question("DELETE", f"{PREFILL_PATH}/{quote(offer.offer_id)}", None, _SHORT_SECONDS)
+    try:
+        async with upstream.ask(offer.place, question) as answer:
+            await answer.body()
+            logger.info("event=offer_given_up at=%s:%d status=%d", *offer.place, answer.response.status)
+    except OSError as error:
+        logger.warning("event=offer_not_given_up at=%s:%d error=%r", *offer.place, error)

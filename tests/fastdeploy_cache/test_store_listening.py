@@ -39,7 +39,7 @@ class Asked:
             task_id=next(iter(self.listening.asked)) if task_id is None else task_id,
             kind=TaskKind.LOOKUP, source_ids=_NO_IDS, destination_ids=_NO_IDS, deadline=0.0, listener=mine,
         )  # fmt: skip
-        news = StoreNews(mine, 1, number, said.get("has_more", False), b"", b"") if number >= 0 else None
+        news = StoreNews(mine, 1, number, b"", b"", said.get("has_more", False)) if number >= 0 else None
         self.listening.finish(
             TransferResult(task=task, ranks=(RankResult(rank=0, news=news, error=said.get("error")),))
         )

@@ -85,14 +85,6 @@ def _is_deaf_to_names(*_: object, is_there: bool) -> None:
     return None
 
 
-def _is_deaf_to_pages(*_: object, is_whole: bool, is_held: bool) -> None:
-    return None
-
-
-def _is_deaf_to_anchors(*_: object, is_whole: bool) -> None:
-    return None
-
-
 def _takes_in_what_comes(store: ToldStore, told: StoreTold) -> None:
     rank = store._ranks.get(told.rank)
     if rank is not None and rank.opened_ns == told.opened_ns:
@@ -122,8 +114,8 @@ _TAKE_IN = ToldStore.take_in
         (ToldStore, "_is_known", _is_sure),
         (ToldStore, "take_in", _takes_in_what_comes),
         (NewsLog, "note", _is_deaf_to_names),
-        (ToldImages, "change", _is_deaf_to_pages),
-        (ToldImages, "anchor", _is_deaf_to_anchors),
+        (ToldImages, "change", _is_deaf),
+        (ToldImages, "anchor", _is_deaf),
     ],
     ids=lambda part: part if isinstance(part, str) else None,
 )

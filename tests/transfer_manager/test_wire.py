@@ -64,7 +64,7 @@ def test_a_result_arrives_whole() -> None:
     """Every field of a rank's answer, and the rank that it says it is."""
     result = RankResult(
         rank=1, num_bytes=2, num_blocks=3, seconds=4.0, error="e", was_tried=False, counts={"a": 5}, peer="p",
-        news=StoreNews(1, 2, 3, True, b"came", b"gone"),
+        news=StoreNews(1, 2, 3, b"came", b"gone", True),
     )  # fmt: skip
     message: FromProcess = decode(encode(DoneMessage(8, 9, result)), FromProcess)
     assert message == DoneMessage(8, 9, result)

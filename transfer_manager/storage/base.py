@@ -67,9 +67,9 @@ class News(NamedTuple):
     `has_more`: there is more to be told now."""
 
     number: int
-    has_more: bool
     came: bytes
     gone: bytes
+    has_more: bool
 
 
 class Storage(Protocol):

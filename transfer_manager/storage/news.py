@@ -45,7 +45,7 @@ class NewsLog:
         first = [name for name in self._first[len(self._first) - num_first :] if name in self._entries]
         first = [name for name in reversed(first) if _is_told(name) and name not in self._came]
         has_more = len(gone) + len(came) + num_first < len(self._gone) + len(self._came) + len(self._first)
-        news = News(self._number, has_more, b"".join(came + first), b"".join(gone))
+        news = News(self._number, b"".join(came + first), b"".join(gone), has_more)
         del self._first[len(self._first) - num_first :]
         for told, names in ((self._gone, gone), (self._came, came)):
             for name in names:

@@ -148,12 +148,12 @@ class EventFeed:
             is_idle = not self._wake.wait(_IDLE_SECONDS)
             if self._is_closing:
                 return
-            if is_idle and self._listener:  # a store may have lost something by itself, or have failed to answer
-                with self._books:
-                    self._books.note(StoreHeard(listener=self._listener))
             self._wake.clear()
             self._clock.sleep(_GATHER_SECONDS)
             try:
+                if is_idle and self._listener:  # a store may have lost something by itself, or have failed to answer
+                    with self._books:
+                        self._books.note(StoreHeard(listener=self._listener))
                 self.turn()
             except (LifeCycleError, MemoryError, ValueError) as error:  # another thread's turn does not end, or so
                 logger.warning("event=events_failed error=%r action=tell_all_anew", error)
@@ -241,7 +241,7 @@ class EventFeed:
     def _on_store(self, change: StoreChanged) -> None:
         news = change.news
         if news.listener == self._listener:
-            self._note_of_store((int(RecordTag.STORE), change.rank, change.num_ranks, *news[1:]))
+            self._note_of_store((int(RecordTag.STORE), change.rank, change.num_ranks, *news[1:-1]))
 
     def _on_detached(self, _: StoreDetached) -> None:
         self._of_store.clear()  # whatever it has said

@@ -61,7 +61,7 @@ class ToldStore:
         self._told: dict[bytes, None] = {}
         self._orphans: dict[bytes, dict[bytes, None]] = {}  # what every rank has, by the unknown digest before it
         self._changes: list[bytes | Stretch | ImageChange] = []  # that were not taken: gone, come, and images
-        self.images = ToldImages(self._is_known, self._note_image)
+        self.images = ToldImages(self._is_known, self._is_whole, self._holders.__contains__, self._note_image)
         self.is_open = False  # a store has said something
 
     def take(self) -> Iterator[bytes | Stretch | ImageChange]:
@@ -144,7 +144,7 @@ class ToldStore:
             self._drop_unknown(digest)
         for digest in list(self._blocks):
             self._settle(digest)
-        self.images.forget_tree(self._is_whole, self._holders.__contains__)
+        self.images.forget_tree()
 
     def _drop_unknown(self, digest: bytes) -> None:
         block = self._blocks.get(digest)
@@ -161,13 +161,12 @@ class ToldStore:
     def anchor(self, node: Node, place: int, parts: Parts) -> None:
         """A checkpoint behind a block of a run is in a tier more."""
         if self.is_open:
-            name = self._page_of(node, place)
-            self.images.anchor(name, parts, is_whole=self._is_whole(name))
+            self.images.anchor(self._page_of(node, place), parts)
 
     def lift(self, node: Node, place: int) -> None:
         """It is in a tier less."""
         if self.is_open:
-            self.images.lift(self._page_of(node, place), self._holders.__contains__)
+            self.images.lift(self._page_of(node, place))
 
     def _note_image(self, change: ImageChange) -> None:
         self._changes.append(change)
@@ -226,7 +225,7 @@ class ToldStore:
         else:
             self._holders.pop(name, None)
         if is_page(name):
-            self.images.change(name, is_whole=holders == self._all, is_held=holders > 0)
+            self.images.change(name)
             return
         if holders == self._all:
             self._settle(digest)

@@ -257,9 +257,10 @@ class ToldTree:
             raise CodecError(f"a checkpoint comes behind block {place} of a run of {node.num_blocks}")
         if place not in there:
             there[place] = boundary
-            for row, whole in self._units(node, place, boundary):
+            parts = list(self._units(node, place, boundary))
+            for row, whole in parts:
                 self._turn(whole, row, tier, 1)
-            self._store.anchor(node, place, list(self._units(node, place, boundary)))
+            self._store.anchor(node, place, parts)
 
     def _lift(self, node: Node, place: int, tier: int) -> None:
         boundary = node.anchors[tier].pop(place)

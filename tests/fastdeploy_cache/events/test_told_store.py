@@ -46,7 +46,7 @@ class Told:
     def said(self, rank: int, came: Sequence[bytes] = (), gone: Sequence[bytes] = ()) -> StoreTold:
         """What a rank says next."""
         number = next(self._numbers[rank])
-        return StoreTold(rank, self._num_ranks, self.opened_ns, number, False, b"".join(came), b"".join(gone))
+        return StoreTold(rank, self._num_ranks, self.opened_ns, number, b"".join(came), b"".join(gone))
 
     def restart(self, rank: int) -> None:
         """Another process has opened this rank's store, and all of them seem to be later."""

@@ -51,7 +51,7 @@ def test_the_last_of_each_name_counts() -> None:
 def test_an_empty_store_says_so_once() -> None:
     """By that a listener knows that all was told anew; noise is no news."""
     log = NewsLog(1, {})
-    assert log.take() == (0, False, b"", b"") and log.take() is None
+    assert log.take() == (0, b"", b"", False) and log.take() is None
     noise = owned(name(1), PROBE_OWNER)
     log.note(noise, is_there=True)
     log.note(noise, is_there=False)
